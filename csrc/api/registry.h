@@ -16,8 +16,8 @@ struct RegistryEntry {
     When when;
 };
 
-// Row by row of the table; within a row dtype, then tile, then variant vary fastest last: the first entry of a tile that
-// can do what a call asks is its first variant. An empty library has count 0 and one entry of nullptr.
+// Row by row of the table; within a row dtype, then tile, then variant vary fastest last: the first entry of a tile
+// that can do what a call asks is its first variant. An empty library has count 0 and one entry of nullptr.
 extern const RegistryEntry kRegistry[];
 extern const int32_t kRegistryCount;
 

@@ -1,0 +1,320 @@
+"""Builds the path libraries and flash_ext._C with CMake and Ninja: called by setup.py, which copies the results.
+
+Everything lies under ``build/`` of the source folder and is kept between builds:
+
+    build/toolchain/    downloaded headers, and what the units are compiled with
+    build/cmake/        CMake's folder for the libraries
+    build/<path>/       generated sources, objects, PTX, manifest.json and libflash_ext_<path>.so
+    build/binding/<tag>/    CMake's folder and the module for one Python
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import generate
+import report
+import toolchain
+from toolchain import BuildError, Options
+
+SOURCE_DIR = Path(__file__).resolve().parent.parent
+BUILD_DIR = SOURCE_DIR / "build"
+
+
+def read_version(source_dir: Path = SOURCE_DIR) -> str:
+    """The version of flash_ext/_version.py, without importing the package."""
+    text = (source_dir / "flash_ext" / "_version.py").read_text(encoding="utf-8")
+    match = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
+    if match is None:
+        raise BuildError("flash_ext/_version.py has no line __version__ = \"...\"")
+    return match.group(1)
+
+
+def read_commit(source_dir: Path = SOURCE_DIR) -> str:
+    """What ``git describe`` says of the source folder, or ``"unknown"`` outside a repository of its own."""
+    if not (source_dir / ".git").exists():
+        return "unknown"
+    command = ["git", "-C", str(source_dir), "describe", "--always", "--dirty", "--tags", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def build(options: Options, force: bool = False) -> dict[str, Path]:
+    """Build everything the options ask for.
+
+    Parameters
+    ----------
+    options : Options
+        What `toolchain.read_options` returned.
+    force : bool
+        Compile everything again.
+
+    Returns
+    -------
+    dict of str to Path
+        File name inside the package to the built file.
+
+    Raises
+    ------
+    BuildError
+        With one message that says what is wrong and what to do.
+    """
+    start = time.perf_counter()
+    with exclusive(BUILD_DIR):
+        results = build_libraries(options, force) if options.paths else {}
+        module = build_binding(options, force)
+        results[module.name] = module
+    print(f"flash_ext: built {', '.join(results)} in {time.perf_counter() - start:.0f} s", flush=True)
+    return results
+
+
+@contextlib.contextmanager
+def exclusive(build_dir: Path) -> Iterator[None]:
+    """Keep other builds out of the build folder: Ninja itself takes no lock."""
+    build_dir.mkdir(parents=True, exist_ok=True)
+    with open(build_dir / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            toolchain.note("another build runs in this folder; waiting for it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def build_libraries(options: Options, force: bool) -> dict[str, Path]:
+    """Build, check and describe the libraries of ``options.paths``."""
+    try:
+        table, _ = generate.load(SOURCE_DIR)
+    except generate.TableError as error:
+        raise BuildError(str(error)) from error
+    for path in options.paths:
+        if path not in table.paths:
+            raise BuildError(f"csrc/kernels.toml has no [path.{path}]")
+    tools = toolchain.find_toolchain(any(table.paths[path].needs_cutlass for path in options.paths), BUILD_DIR / "toolchain")
+    print(
+        f"flash_ext: paths {', '.join(options.paths)}; CUDA {tools.cuda_version} ({tools.nvcc}); "
+        + (f"CUTLASS {tools.cutlass_version}; " if tools.cutlass_version else "")
+        + f"{'ccache; ' if tools.ccache else ''}{options.jobs} jobs",
+        flush=True,
+    )
+    write_toolchain(tools)
+
+    units: dict[str, dict[str, str]] = {}
+    for path in options.paths:
+        info = build_info(options, tools.host_version) | {"cuda": tools.cuda_version, "gencode": table.paths[path].gencode}
+        names = generate.generate(SOURCE_DIR, BUILD_DIR / path, path, info)
+        generate.write_if_changed(
+            BUILD_DIR / path / "units.cmake",
+            f'set(unit_gencode "{table.paths[path].gencode}")\nset(units {" ".join(names)})\n',
+        )
+        units[path] = {name: f"build/{path}/generated/{name}.cu" for name in names}
+        units[path][f"{path}_probe"] = f"csrc/{path}/probe.cu"
+        remove_stale_units(BUILD_DIR / path / "units", units[path])
+
+    cmake_dir = BUILD_DIR / "cmake"
+    configure(
+        cmake_dir,
+        {
+            "FLASH_EXT_COMPONENT": "libraries",
+            "FLASH_EXT_PATHS": ";".join(options.paths),
+            "FLASH_EXT_LINEINFO": "ON" if options.lineinfo else "OFF",
+            "FLASH_EXT_CUDA_INCLUDE": tools.cuda_include,
+            "FLASH_EXT_CUDART": tools.cudart,
+        },
+    )
+    run_ninja(cmake_dir, options.jobs, force)
+    return check_libraries(options, table, units)
+
+
+def check_libraries(options: Options, table: generate.Table, units: Mapping[str, Mapping[str, str]]) -> dict[str, Path]:
+    """Write the manifests, print the table of kernels, and refuse what must not ship."""
+    found: list[str] = []
+    reports: list[dict[str, Any]] = []
+    shared_memory: dict[str, int] = {}
+    libraries: dict[str, Path] = {}
+    for path in options.paths:
+        library = BUILD_DIR / path / f"libflash_ext_{path}.so"
+        libraries[library.name] = library
+        host_objects = sorted(
+            os.path.relpath(file, BUILD_DIR / path)
+            for file in (BUILD_DIR / "cmake" / "CMakeFiles" / f"flash_ext_{path}.dir").rglob("*.o")
+        )
+        try:
+            report.write_manifest(BUILD_DIR / path, path, table.paths[path].gencode, units[path], host_objects)
+        except report.ManifestError as error:
+            raise BuildError(str(error)) from error
+        own = report.read_reports(BUILD_DIR / path, list(units[path]))
+        for unit in own:
+            found += report.problems(unit["unit"], unit["kernels"])
+        kernels = report.library_kernels(library)
+        shared_memory |= {kernel["name"]: kernel["shared_memory"] for kernel in kernels}
+        if path == "sm80":
+            found += report.fallback_problems(kernels)
+        reports += own
+    print("\n" + "\n".join(report.table(reports, shared_memory)))
+    sizes = [f"{name} {library.stat().st_size / 1024:.0f} KB" for name, library in libraries.items()]
+    print("\n" + ", ".join(sizes), flush=True)
+    if found:
+        raise BuildError("kernels that must not ship:\n" + "\n".join(f"  - {problem}" for problem in found))
+    return libraries
+
+
+def build_binding(options: Options, force: bool) -> Path:
+    """Build flash_ext._C for the running Python; returns the module's file."""
+    try:
+        import pybind11
+    except ImportError:
+        raise BuildError(
+            "pybind11 is missing; install the build requirements of pyproject.toml, or build with pip's build isolation"
+        ) from None
+    folder = BUILD_DIR / "binding" / (sys.implementation.cache_tag or sys.implementation.name)
+    info = build_info(options, cxx_version())
+    text = f'#pragma once\n#define FLASH_EXT_BUILD_INFO R"json({json.dumps(info, sort_keys=True)})json"\n'
+    generate.write_if_changed(folder / "build_info.h", text)
+    configure(
+        folder,
+        {
+            "FLASH_EXT_COMPONENT": "binding",
+            "FLASH_EXT_PYTHON": sys.executable,
+            "pybind11_DIR": pybind11.get_cmake_dir(),
+        },
+    )
+    run_ninja(folder, options.jobs, force)
+    return folder / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+
+
+def build_info(options: Options, compiler: str) -> dict[str, Any]:
+    """What a library or the module answers when asked how it was built; the same for every build folder."""
+    return {
+        "version": read_version(),
+        "commit": read_commit(),
+        "compiler": compiler,
+        "options": {"paths": list(options.paths), "lineinfo": options.lineinfo},
+    }
+
+
+def cxx_version() -> str:
+    """First line of the C++ compiler's ``--version``: the one CMake takes."""
+    commands = [shlex.split(os.environ["CXX"])] if os.environ.get("CXX") else [["c++"], ["g++"], ["clang++"]]
+    for command in commands:
+        with contextlib.suppress(OSError, subprocess.CalledProcessError, IndexError):
+            result = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
+            return result.stdout.splitlines()[0]
+    raise BuildError("no C++17 compiler was found; install g++ or clang++, or set CXX")
+
+
+def write_toolchain(tools: toolchain.Toolchain) -> None:
+    """Write what cmake/compile_unit.py reads, and the script through which Ninja calls it.
+
+    Ninja compiles again when a command changes: so commands name neither the interpreter nor the toolkit, whose folders
+    differ between isolated builds, but this script and a file that holds their versions.
+    """
+    folder = BUILD_DIR / "toolchain"
+    generate.write_if_changed(folder / "toolchain.json", tools.to_json())
+    generate.write_if_changed(folder / "fingerprint.txt", tools.fingerprint)
+    python = getattr(sys, "_base_executable", sys.executable)
+    command = [python, "-E", "-s", str(SOURCE_DIR / "cmake" / "compile_unit.py"), str(folder / "toolchain.json")]
+    script = folder / "compile_unit"
+    generate.write_if_changed(script, f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
+    script.chmod(0o755)
+
+
+def replace_file(source: Path, destination: Path) -> None:
+    """Copy a built file unless it is there already; a process that has the old one loaded keeps it."""
+    if destination.is_file():
+        old, new = destination.stat(), source.stat()
+        if (old.st_size, old.st_mtime_ns) == (new.st_size, new.st_mtime_ns):
+            return
+    partial = destination.with_name(f".{destination.name}.partial")
+    shutil.copy2(source, partial)
+    partial.replace(destination)
+
+
+def remove_stale_units(folder: Path, units: Mapping[str, str]) -> None:
+    """Delete the folders of units that left the table."""
+    if folder.is_dir():
+        for unit in folder.iterdir():
+            if unit.name not in units:
+                shutil.rmtree(unit)
+
+
+def configure(folder: Path, definitions: Mapping[str, str]) -> None:
+    """Run CMake; its output is shown only if it fails."""
+    # Given each time: an isolated build's tools lie in a folder that is gone the next time.
+    command = [find_tool("cmake"), "-S", str(SOURCE_DIR), "-B", str(folder), "-G", "Ninja"]
+    command += [f"-DCMAKE_MAKE_PROGRAM={find_tool('ninja')}", f"-DFLASH_EXT_BUILD_DIR={BUILD_DIR}"]
+    command += [f"-D{name}={value}" for name, value in definitions.items()]
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if result.returncode != 0:
+        raise BuildError(f"CMake failed:\n{result.stdout}")
+
+
+def find_tool(name: str) -> str:
+    """A program of the build requirements: from this environment, else from PATH."""
+    found = shutil.which(name, path=sysconfig.get_path("scripts")) or shutil.which(name)
+    if found is None:
+        raise BuildError(f"{name} is missing; install it with `pip install {name}`, or build with pip's build isolation")
+    return found
+
+
+def run_ninja(folder: Path, jobs: int, force: bool) -> None:
+    """Run Ninja and print one line for each finished step, with the seconds a unit took."""
+    ninja = find_tool("ninja")
+    if force:
+        subprocess.run([ninja, "-C", str(folder), "-t", "clean"], stdout=subprocess.DEVNULL, check=True)
+    process = subprocess.Popen(
+        [ninja, "-C", str(folder), "-j", str(jobs)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "NINJA_STATUS": "@%f/%t@"},
+    )
+    assert process.stdout is not None
+    with process.stdout as lines:
+        for line in lines:
+            text = progress_line(line.rstrip("\n"))
+            if text is not None:
+                print(text, flush=True)
+    if process.wait() != 0:
+        raise BuildError("a compiler failed; its message stands above")
+
+
+def progress_line(line: str) -> str | None:
+    """A line of Ninja as it is shown: ``[ 3/14] sm80_forward_...  9.8 s``; None: not shown."""
+    match = re.match(r"@(\d+)/(\d+)@(.*)", line)
+    if match is None:
+        return None if line.startswith(("ninja: Entering", "ninja: no work", "[0/2] Re-checking")) else line
+    done, total, step = match.groups()
+    if "CMake" in step or "globbed" in step:  # CMake looks again at its globs
+        return None
+    if building := re.fullmatch(r"Building CXX object CMakeFiles/(\w+)\.dir/(.+)\.o", step):
+        step = f"{building[1]}: {Path(building[2]).name}"
+    elif linking := re.fullmatch(r"Linking CXX shared \w+ (.+)", step):
+        step = f"link {Path(linking[1]).name}"
+    elif seconds := unit_seconds(step):
+        step = f"{step}  {seconds}"
+    return f"[{done.rjust(len(total))}/{total}] {step}"
+
+
+def unit_seconds(unit: str) -> str:
+    """How long a unit took, from its report; empty if it failed or is no unit."""
+    file = BUILD_DIR / unit.partition("_")[0] / "units" / unit / "report.json"
+    if not file.is_file():
+        return ""
+    values = json.loads(file.read_text(encoding="utf-8"))
+    return f"{values['seconds']:.1f} s{' (cached)' if values['cached'] else ''}"

@@ -1,0 +1,131 @@
+"""What this installation and this machine are: versions, GPUs, paths, kernels."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import flash_ext
+
+PATHS = ("sm80", "sm90", "sm100")
+
+# Read at run time; README says what each does.
+ENVIRONMENT = (
+    "FLASH_EXT_PATH",
+    "FLASH_EXT_LIBRARY_DIR",
+    "FLASH_EXT_NO_DLPACK",
+    "FLASH_EXT_POISON",
+    "FLASH_EXT_CHECK",
+    "FLASH_EXT_EMULATE",
+    "FLASH_EXT_EMULATE_CC",
+    "FLASH_EXT_MAX_SHARED_MEMORY",
+    "FLASH_EXT_TILE",
+    "FLASH_EXT_SM_COUNT",
+    "FLASH_EXT_DEMO_MODEL",
+)
+
+
+def first_line(command: list[str]) -> str:
+    """First line a command prints; empty if it is missing or fails."""
+    if shutil.which(command[0]) is None:
+        return ""
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    lines = result.stdout.strip().splitlines()
+    return lines[0].strip() if result.returncode == 0 and lines else ""
+
+
+def cpu_model() -> str:
+    """The processor's name as the system gives it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def module_version(name: str) -> str:
+    """Version of an importable module, or ``not installed``."""
+    if importlib.util.find_spec(name) is None:
+        return "not installed"
+    return str(getattr(importlib.import_module(name), "__version__", "unknown"))
+
+
+def gpus() -> list[dict[str, Any]]:
+    """Name, compute capability, SMs and memory (GiB) of every GPU that PyTorch sees."""
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found.append(
+            {
+                "name": properties.name,
+                "compute_capability": f"{properties.major}.{properties.minor}",
+                "sm_count": properties.multi_processor_count,
+                "memory_gib": round(properties.total_memory / 2**30, 1),
+            }
+        )
+    return found
+
+
+def driver_version() -> str:
+    """Version of the NVIDIA driver, or an empty string."""
+    return first_line(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+
+
+def machine() -> dict[str, Any]:
+    """Hardware and software under flash_ext, as plain data."""
+    on_gpu = torch.cuda.is_available()
+    cudnn = torch.backends.cudnn.version() if on_gpu else None
+    return {
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cpu": cpu_model(),
+        "cpu_count": os.cpu_count(),
+        "gpus": gpus() if on_gpu else [],
+        "driver": driver_version() if on_gpu else "",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or "",
+        "cudnn": str(cudnn) if cudnn else "",
+        "triton": module_version("triton"),
+        "flash_ext": flash_ext.__version__,
+    }
+
+
+def machine_lines(description: dict[str, Any]) -> list[tuple[str, str]]:
+    """The machine as (what, value) pairs for a reader."""
+    lines = [("flash_ext", description["flash_ext"]), ("Python", description["python"])]
+    cuda = f", CUDA {description['cuda']}" if description["cuda"] else ", built without CUDA"
+    cudnn = f", cuDNN {description['cudnn']}" if description["cudnn"] else ""
+    lines.append(("PyTorch", f"{description['torch']}{cuda}{cudnn}"))
+    lines.append(("System", description["system"]))
+    lines.append(("CPU", f"{description['cpu']} ({description['cpu_count']} threads)"))
+    for index, gpu in enumerate(description["gpus"]):
+        facts = f"compute capability {gpu['compute_capability']}, {gpu['sm_count']} SMs, {gpu['memory_gib']} GiB"
+        lines.append((f"GPU {index}", f"{gpu['name']}: {facts}"))
+    if not description["gpus"]:
+        lines.append(("GPU", "none that PyTorch can use"))
+    if description["driver"]:
+        lines.append(("Driver", description["driver"]))
+    return lines
+
+
+def print_pairs(pairs: list[tuple[str, str]]) -> None:
+    """Two aligned columns."""
+    width = max((len(name) for name, _ in pairs), default=0)
+    for name, value in pairs:
+        print(f"  {name:<{width}}  {value}")

@@ -17,7 +17,7 @@ namespace py = pybind11;
 namespace flash_ext {
 namespace {
 
-constexpr int64_t kWorkspaceAlignment = 256;  // bytes: what LaunchContext promises
+constexpr uintptr_t kWorkspaceAlignment = 256;  // bytes: what LaunchContext promises
 
 // Under emulation CPU tensors are the tensors of device 0 (tests/ptx_emulator).
 bool is_emulated() {
@@ -207,19 +207,15 @@ class Call {
 
     py::object allocate(int64_t size, py::handle like, LaunchContext* context) const {
         if (!allocator()) raise_runtime_error("a kernel needs a workspace before _C.set_allocator was called");
-        // CUDA memory from torch is aligned to 512 bytes, CPU memory (emulation) to 64.
-        const int64_t slack = place_.type == Device::kCuda ? 0 : kWorkspaceAlignment;
-        py::object memory = allocator()(size + slack, like);
+        py::object memory = allocator()(size, like);
         const Tensor tensor = read(memory, "the workspace");
-        const uintptr_t begin = reinterpret_cast<uintptr_t>(tensor.data);
-        const uintptr_t aligned = (begin + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
-        context->workspace = reinterpret_cast<void*>(aligned);
-        context->workspace_size = size;
-        if (!tensor.is_contiguous() ||
-            static_cast<int64_t>(aligned - begin) + size > tensor.count() * element_size(tensor.type)) {
-            raise_runtime_error("the allocator returned too little memory for a workspace of " + std::to_string(size) +
-                                " bytes");
+        if (reinterpret_cast<uintptr_t>(tensor.data) % kWorkspaceAlignment != 0 || !tensor.is_contiguous() ||
+            tensor.count() * element_size(tensor.type) < size) {
+            raise_runtime_error("the allocator did not return " + std::to_string(size) + " bytes aligned to " +
+                                std::to_string(kWorkspaceAlignment));
         }
+        context->workspace = tensor.data;
+        context->workspace_size = size;
         return memory;
     }
 

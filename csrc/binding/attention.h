@@ -37,7 +37,7 @@ void backward(std::string_view path, pybind11::handle dout, pybind11::handle dls
 // Fills an fp32 tensor with a value through the path's probe kernel.
 void probe(std::string_view path, pybind11::handle tensor, double value);
 
-// callable(nbytes, like) -> uint8 tensor of nbytes on like's device.
+// callable(nbytes, like) -> uint8 tensor of nbytes on like's device, its address a multiple of 256.
 void set_allocator(pybind11::object allocator);
 
 }  // namespace flash_ext

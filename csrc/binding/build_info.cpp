@@ -1,24 +1,13 @@
 // The only file that the version and commit reach, so that a new commit compiles nothing else again.
 #include "binding/build_info.h"
 
-#ifndef FLASH_EXT_VERSION
-#define FLASH_EXT_VERSION "unknown"
-#endif
-#ifndef FLASH_EXT_COMMIT
-#define FLASH_EXT_COMMIT "unknown"
-#endif
-#ifndef FLASH_EXT_OPTIONS
-#define FLASH_EXT_OPTIONS "unknown"
+// JSON, from the build: {"version", "commit", "compiler", "options"}.
+#ifndef FLASH_EXT_BUILD_INFO
+#define FLASH_EXT_BUILD_INFO "{\"version\": \"unknown\", \"commit\": \"unknown\"}"
 #endif
 
 namespace flash_ext {
 
-#if defined(__clang__)
-constexpr const char* kCompiler = "clang " __clang_version__;
-#else
-constexpr const char* kCompiler = "gcc " __VERSION__;
-#endif
-
-const BuildInfo kModuleBuildInfo = {FLASH_EXT_VERSION, FLASH_EXT_COMMIT, kCompiler, FLASH_EXT_OPTIONS};
+const char* const kModuleBuildInfo = FLASH_EXT_BUILD_INFO;
 
 }  // namespace flash_ext

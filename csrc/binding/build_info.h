@@ -3,13 +3,6 @@
 
 namespace flash_ext {
 
-struct BuildInfo {
-    const char* version;
-    const char* commit;
-    const char* compiler;
-    const char* options;
-};
-
-extern const BuildInfo kModuleBuildInfo;
+extern const char* const kModuleBuildInfo;  // JSON
 
 }  // namespace flash_ext

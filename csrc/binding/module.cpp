@@ -82,19 +82,15 @@ py::dict device_info(std::string_view path, int32_t device) {
     return result;
 }
 
+py::dict parse_json(const char* text) { return py::module_::import("json").attr("loads")(text); }
+
 py::dict build_info() {
-    py::dict result;
-    result["version"] = kModuleBuildInfo.version;
-    result["commit"] = kModuleBuildInfo.commit;
-    result["compiler"] = kModuleBuildInfo.compiler;
-    result["options"] = kModuleBuildInfo.options;
+    py::dict result = parse_json(kModuleBuildInfo);
     result["abi_version"] = kAbiVersion;
     return result;
 }
 
-py::dict library_build_info(std::string_view path) {
-    return py::module_::import("json").attr("loads")(Library::get(path).build_info());
-}
+py::dict library_build_info(std::string_view path) { return parse_json(Library::get(path).build_info()); }
 
 py::dict tensor_info(py::handle object) {
     const Tensor tensor = read_tensor(object, "tensor");
@@ -161,6 +157,7 @@ PYBIND11_MODULE(_C, m) {
     m.def("kernels", &kernels, "The kernels built into a path's library, in the order of the table.");
     m.def("available_paths", &available_paths, "The paths whose library file exists, most specific first.");
     m.def("library_dir", &library_dir, "Where the libraries are looked for.");
+    m.def("library_file", &library_file, "The file of a path's library, whether or not it exists.");
     m.def("device_info", &device_info, "The device as a path's library sees it.");
     m.def(
         "path_serves",

@@ -1,0 +1,214 @@
+"""From checked arguments to an implementation: the kernels of one path, or the cpu path.
+
+`forward` and `backward` take the keywords of ``torch.ops.flash_ext.fwd`` and ``bwd``, already checked by
+`flash_ext.checks`; `flash_ext.selection` says which path serves a call.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from flash_ext import _C, allocate, reference
+from flash_ext.degenerate import backward_of_nothing, forward_of_nothing, is_degenerate
+from flash_ext.explanation import Explanation, build_info, explain, kernels
+from flash_ext.selection import path_of, uses_reference
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from flash_ext.reference.sequences import OpKeywords
+
+__all__ = ["Explanation", "backward", "build_info", "explain", "forward", "kernels"]
+
+_C.set_allocator(allocate.workspace)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[OpKeywords]) -> tuple[Tensor, Tensor]:
+    """Compute attention; the arguments have passed `flash_ext.checks.check_forward`.
+
+    Parameters
+    ----------
+    q, k, v : Tensor
+        (batch, seqlen, heads, head_dim), or (total, heads, head_dim) with ``cu_seqlens``; any strides.
+    **options
+        The keywords of ``torch.ops.flash_ext.fwd``.
+
+    Returns
+    -------
+    out : Tensor
+        Like q with the head_dim of v; new and contiguous.
+    lse : Tensor
+        (batch, heads_q, seqlen_q), or (heads_q, total_q) with ``cu_seqlens_q``; fp32.
+
+    Raises
+    ------
+    NotImplementedError
+        No built kernel can serve the call on this device.
+    RuntimeError
+        A library cannot be loaded, or CUDA reports an error.
+    """
+    if uses_reference(q):
+        return reference.fwd(q, k, v, **options)
+    return _kernel_forward(q, k, v, **options)
+
+
+def _kernel_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng_state: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    num_splits: int = 0,
+    sm_margin: int = 0,
+    deterministic: bool = False,
+) -> tuple[Tensor, Tensor]:
+    # max_seqlen_* are hints that no kernel needs; the arguments of later releases were refused by the checks.
+    features = _C.features(
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, sinks,
+        softmax_scale, causal, window_left, window_right, softcap, dropout_p, deterministic,
+    )  # fmt: skip
+    path = path_of("forward", q, v, features)
+    *rows, heads, _ = q.shape
+    device = q.device
+    out = allocate.empty((*rows, heads, v.shape[-1]), q.dtype, device)
+    lse = allocate.empty((*rows[:-1], heads, rows[-1]), torch.float32, device)
+    if is_degenerate(q, k, cu_seqlens_q):
+        forward_of_nothing(q, out, lse, cu_seqlens_q, seqused_q, sinks)
+        return out, lse
+    _C.forward(
+        path, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, sinks, rng_state,
+        softmax_scale, causal, window_left, window_right, softcap, dropout_p, num_splits, sm_margin, deterministic,
+    )  # fmt: skip
+    return out, lse
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    dq: Tensor | None = None,
+    dk: Tensor | None = None,
+    dv: Tensor | None = None,
+    **options: Unpack[OpKeywords],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute the gradients; the arguments have passed `flash_ext.checks.check_backward`.
+
+    Parameters
+    ----------
+    dout : Tensor
+        Like out.
+    dlse : Tensor or None
+        Like lse; None: the loss does not depend on lse.
+    q, k, v, out, lse : Tensor
+        Arguments and results of the forward; any strides.
+    dq, dk, dv : Tensor, optional
+        Where to write: like q, k and v, with memory of their own, any strides. Each that is missing is allocated.
+    **options
+        The keywords of ``torch.ops.flash_ext.bwd``.
+
+    Returns
+    -------
+    dq, dk, dv : Tensor
+        Those given, or new contiguous ones.
+    dsinks : Tensor
+        Like sinks, or (0) fp32 without sinks.
+
+    Raises
+    ------
+    NotImplementedError, RuntimeError
+        As `forward`.
+    """
+    if uses_reference(q):
+        *gradients, dsinks = reference.bwd(dout, dlse, q, k, v, out, lse, **options)
+        dq, dk, dv = (
+            gradient if target is None else target.copy_(gradient)
+            for target, gradient in zip((dq, dk, dv), gradients, strict=True)
+        )
+        return dq, dk, dv, dsinks
+    dq = allocate.empty_like(q) if dq is None else dq
+    dk = allocate.empty_like(k) if dk is None else dk
+    dv = allocate.empty_like(v) if dv is None else dv
+    dsinks = _kernel_backward(dout, dlse, q, k, v, out, lse, dq, dk, dv, **options)
+    return dq, dk, dv, dsinks
+
+
+def _kernel_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng_state: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    num_splits: int = 0,
+    sm_margin: int = 0,
+    deterministic: bool = False,
+) -> Tensor:
+    """Write dq, dk and dv; return dsinks."""
+    features = _C.features(
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, sinks,
+        softmax_scale, causal, window_left, window_right, softcap, dropout_p, deterministic,
+    )  # fmt: skip
+    path = path_of("backward", q, v, features)
+    if sinks is None:
+        dsinks = allocate.empty((0,), torch.float32, q.device)
+    else:
+        dsinks = allocate.empty_like(sinks)
+    if is_degenerate(q, k, cu_seqlens_q):
+        backward_of_nothing(dlse, q, lse, dq, dk, dv, dsinks, cu_seqlens_q, seqused_q)
+        return dsinks
+    _C.backward(
+        path, dout, dlse, q, k, v, out, lse, dq, dk, dv, dsinks,
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, sinks, rng_state,
+        softmax_scale, causal, window_left, window_right, softcap, dropout_p, num_splits, sm_margin, deterministic,
+    )  # fmt: skip
+    return dsinks

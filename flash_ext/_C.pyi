@@ -1,5 +1,7 @@
 """flash_ext._C: the compiled kernels, one library per path, loaded when first needed (csrc/binding/)."""
 
+# ruff: noqa: N999
+
 from collections.abc import Callable
 from typing import Literal, TypedDict
 

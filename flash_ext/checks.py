@@ -29,7 +29,19 @@ from typing import Any
 
 import torch
 
-__all__ = ["DTYPES", "VALIDATE", "check_backward", "check_bool", "check_forward", "check_probability", "check_tensor"]
+__all__ = [
+    "DTYPES",
+    "MAX_HEAD_DIM",
+    "VALIDATE",
+    "check_backward",
+    "check_bool",
+    "check_forward",
+    "check_operand",
+    "check_probability",
+    "check_tensor",
+    "lse_shape_of",
+    "refusal",
+]
 
 VALIDATE: bool = os.environ.get("FLASH_EXT_CHECK", "0") not in ("", "0")
 
@@ -43,11 +55,12 @@ _FLOAT8_DTYPES = tuple(
 )
 
 _EXACT_TENSORS = (torch.Tensor, torch.nn.Parameter)
-_MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 256
 _MAX_EXTENT = 2**31 - 1
 
 
-def _error(kind: type[Exception], argument: str, got: str, expected: str) -> Exception:
+def refusal(kind: type[Exception], argument: str, got: str, expected: str) -> Exception:
+    """The error about one argument, in the form that all of them have."""
     return kind(f"flash_ext: {argument} {got}; expected {expected}")
 
 
@@ -73,29 +86,29 @@ def _holds(condition: Any) -> bool:
 def check_tensor(name: str, value: Any) -> None:
     """Raise `TypeError` unless ``value`` is a plain strided tensor, or something that stands for one."""
     if not isinstance(value, torch.Tensor):
-        raise _error(TypeError, name, f"is {type(value).__name__} ({value!r:.80})", "a torch.Tensor")
+        raise refusal(TypeError, name, f"is {type(value).__name__} ({value!r:.80})", "a torch.Tensor")
     if value.is_nested:
-        raise _error(TypeError, name, "is a nested tensor", "a strided tensor (with cu_seqlens for ragged batches)")
+        raise refusal(TypeError, name, "is a nested tensor", "a strided tensor (with cu_seqlens for ragged batches)")
     if value.layout is not torch.strided:
-        raise _error(TypeError, name, f"has layout {value.layout}", "a strided (dense) tensor, layout torch.strided")
+        raise refusal(TypeError, name, f"has layout {value.layout}", "a strided (dense) tensor, layout torch.strided")
 
 
 def check_bool(name: str, value: Any) -> None:
     """Raise `TypeError` unless ``value`` is True or False."""
     if not isinstance(value, bool):
-        raise _error(TypeError, name, f"is {value!r} ({type(value).__name__})", "a bool, True or False")
+        raise refusal(TypeError, name, f"is {value!r} ({type(value).__name__})", "a bool, True or False")
 
 
 def _check_int(name: str, value: Any, lowest: int, allowed: str) -> None:
     if isinstance(value, bool) or not isinstance(value, (numbers.Integral, torch.SymInt)):
-        raise _error(TypeError, name, f"is {value!r} ({type(value).__name__})", allowed)
+        raise refusal(TypeError, name, f"is {value!r} ({type(value).__name__})", allowed)
     if not _holds(value >= lowest):  # type: ignore[operator]
-        raise _error(ValueError, name, f"is {value}", allowed)
+        raise refusal(ValueError, name, f"is {value}", allowed)
 
 
 def _check_real(name: str, value: Any, allowed: str) -> None:
     if isinstance(value, bool) or not isinstance(value, (numbers.Real, torch.SymFloat, torch.SymInt)):
-        raise _error(TypeError, name, f"is {value!r:.80} ({type(value).__name__})", allowed)
+        raise refusal(TypeError, name, f"is {value!r:.80} ({type(value).__name__})", allowed)
 
 
 def check_probability(dropout_p: Any) -> None:
@@ -103,30 +116,30 @@ def check_probability(dropout_p: Any) -> None:
     allowed = "a number in [0, 1): the probability that a score is dropped"
     _check_real("dropout_p", dropout_p, allowed)
     if not 0.0 <= dropout_p < 1.0:  # NaN fails both comparisons
-        raise _error(ValueError, "dropout_p", f"is {dropout_p}", allowed)
+        raise refusal(ValueError, "dropout_p", f"is {dropout_p}", allowed)
 
 
 def _check_same_device(name: str, tensor: torch.Tensor, q: torch.Tensor) -> None:
     if tensor.device != q.device:
-        raise _error(ValueError, name, f"is on {tensor.device}", f"the device of q, {q.device}")
+        raise refusal(ValueError, name, f"is on {tensor.device}", f"the device of q, {q.device}")
 
 
 def _check_int32_vector(name: str, tensor: Any, length: Any, what: str, q: torch.Tensor) -> None:
     """cu_seqlens and seqused: 1-D contiguous int32 on q's device; ``length`` None: at least one element."""
     check_tensor(name, tensor)
     if tensor.dtype is not torch.int32:
-        raise _error(TypeError, name, f"has dtype {tensor.dtype}", f"torch.int32, shape {what}")
+        raise refusal(TypeError, name, f"has dtype {tensor.dtype}", f"torch.int32, shape {what}")
     if tensor.ndim != 1:
-        raise _error(ValueError, name, f"has shape {_shape(tensor)}", f"shape {what}")
+        raise refusal(ValueError, name, f"has shape {_shape(tensor)}", f"shape {what}")
     if not _holds(tensor.shape[0] >= 1 if length is None else tensor.shape[0] == length):
-        raise _error(ValueError, name, f"has shape {_shape(tensor)}", f"shape {what}")
+        raise refusal(ValueError, name, f"has shape {_shape(tensor)}", f"shape {what}")
     _check_same_device(name, tensor, q)
     if not tensor.is_contiguous():
-        raise _error(ValueError, name, f"has stride {tensor.stride()}", "a contiguous tensor")
+        raise refusal(ValueError, name, f"has stride {tensor.stride()}", "a contiguous tensor")
 
 
-def _check_operand(name: str, tensor: Any) -> None:
-    """Kind and dtype of q, k or v."""
+def check_operand(name: str, tensor: Any) -> None:
+    """Raise unless ``tensor`` is of a kind and dtype that q, k and v may have."""
     check_tensor(name, tensor)
     dtype = tensor.dtype
     if dtype in DTYPES:
@@ -137,7 +150,7 @@ def _check_operand(name: str, tensor: Any) -> None:
             "expected torch.float16 or torch.bfloat16"
         )
     hint = " (under torch.autocast float32 inputs are cast)" if dtype is torch.float32 else ""
-    raise _error(TypeError, name, f"has dtype {dtype}", f"torch.float16 or torch.bfloat16{hint}")
+    raise refusal(TypeError, name, f"has dtype {dtype}", f"torch.float16 or torch.bfloat16{hint}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -167,7 +180,7 @@ def _are_plain_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rank:
         return False
     if batch_v != batch_k or seqlen_v != seqlen_k or heads_v != heads_k:
         return False
-    if head_dim & 7 or head_dim_v & 7 or not (0 < head_dim <= _MAX_HEAD_DIM and 0 < head_dim_v <= _MAX_HEAD_DIM):
+    if head_dim & 7 or head_dim_v & 7 or not (0 < head_dim <= MAX_HEAD_DIM and 0 < head_dim_v <= MAX_HEAD_DIM):
         return False
     if batch > _MAX_EXTENT or seqlen_q > _MAX_EXTENT or seqlen_k > _MAX_EXTENT or heads_q > _MAX_EXTENT:
         return False
@@ -202,11 +215,11 @@ def _are_plain_cu_seqlens(cu_seqlens_q: Any, cu_seqlens_k: Any, q: torch.Tensor)
 
 
 def _check_operands(q: Any, k: Any, v: Any, varlen: bool) -> None:
-    _check_operand("q", q)
+    check_operand("q", q)
     for name, tensor in (("k", k), ("v", v)):
-        _check_operand(name, tensor)
+        check_operand(name, tensor)
         if tensor.dtype is not q.dtype:
-            raise _error(TypeError, name, f"has dtype {tensor.dtype}", f"the dtype of q, {q.dtype}")
+            raise refusal(TypeError, name, f"has dtype {tensor.dtype}", f"the dtype of q, {q.dtype}")
         _check_same_device(name, tensor, q)
 
     rows = "total_{}" if varlen else "batch, seqlen_{}"
@@ -214,30 +227,30 @@ def _check_operands(q: Any, k: Any, v: Any, varlen: bool) -> None:
         if tensor.ndim != (3 if varlen else 4):
             hint = " with cu_seqlens_q and cu_seqlens_k" if varlen else " (or, with cu_seqlens, packed sequences)"
             expected = f"({rows.format(side)}, heads_{side}, head_dim)"
-            raise _error(ValueError, name, f"has shape {_shape(tensor)}", f"shape {expected}{hint}")
+            raise refusal(ValueError, name, f"has shape {_shape(tensor)}", f"shape {expected}{hint}")
         for extent in tensor.shape:
             if not _holds(extent <= _MAX_EXTENT):
-                raise _error(ValueError, name, f"has shape {_shape(tensor)}", "each dimension below 2^31")
+                raise refusal(ValueError, name, f"has shape {_shape(tensor)}", "each dimension below 2^31")
         if not _holds(tensor.shape[-2] >= 1):
-            raise _error(ValueError, name, f"has shape {_shape(tensor)} with 0 heads", "at least 1 head")
+            raise refusal(ValueError, name, f"has shape {_shape(tensor)} with 0 heads", "at least 1 head")
         head_dim = tensor.shape[-1]
-        if not (_holds(head_dim >= 8) and _holds(head_dim <= _MAX_HEAD_DIM) and _holds(head_dim % 8 == 0)):
-            raise _error(
+        if not (_holds(head_dim >= 8) and _holds(head_dim <= MAX_HEAD_DIM) and _holds(head_dim % 8 == 0)):
+            raise refusal(
                 ValueError,
                 name,
                 f"has head_dim {head_dim} (shape {_shape(tensor)})",
-                f"a multiple of 8 from 8 to {_MAX_HEAD_DIM} (the public functions pad other sizes up to it)",
+                f"a multiple of 8 from 8 to {MAX_HEAD_DIM} (the public functions pad other sizes up to it)",
             )
 
     if not varlen and not _holds(k.shape[0] == q.shape[0]):
-        raise _error(ValueError, "k", f"has batch {k.shape[0]} (shape {_shape(k)})", f"the batch of q, {q.shape[0]}")
+        raise refusal(ValueError, "k", f"has batch {k.shape[0]} (shape {_shape(k)})", f"the batch of q, {q.shape[0]}")
     if not _holds(k.shape[-1] == q.shape[-1]):
-        raise _error(ValueError, "k", f"has head_dim {k.shape[-1]}", f"the head_dim of q, {q.shape[-1]}")
+        raise refusal(ValueError, "k", f"has head_dim {k.shape[-1]}", f"the head_dim of q, {q.shape[-1]}")
     if not all(_holds(v_extent == k_extent) for v_extent, k_extent in zip(v.shape[:-1], k.shape[:-1])):
         expected = f"the shape of k but for head_dim, {(*k.shape[:-1], 'head_dim_v')}".replace("'", "")
-        raise _error(ValueError, "v", f"has shape {_shape(v)}", expected)
+        raise refusal(ValueError, "v", f"has shape {_shape(v)}", expected)
     if not _holds(q.shape[-2] % k.shape[-2] == 0):
-        raise _error(ValueError, "q", f"has {q.shape[-2]} heads", f"a multiple of the {k.shape[-2]} heads of k and v")
+        raise refusal(ValueError, "q", f"has {q.shape[-2]} heads", f"a multiple of the {k.shape[-2]} heads of k and v")
 
 
 def _check_cu_seqlens(cu_seqlens_q: Any, cu_seqlens_k: Any, q: torch.Tensor) -> None:
@@ -246,11 +259,11 @@ def _check_cu_seqlens(cu_seqlens_q: Any, cu_seqlens_k: Any, q: torch.Tensor) -> 
         ("cu_seqlens_q", cu_seqlens_q, "cu_seqlens_k"),
     ):
         if given is None:
-            raise _error(ValueError, name, f"is None while {other} is given", "both (packed sequences) or neither")
+            raise refusal(ValueError, name, f"is None while {other} is given", "both (packed sequences) or neither")
     _check_int32_vector("cu_seqlens_q", cu_seqlens_q, None, "(batch + 1)", q)
     _check_int32_vector("cu_seqlens_k", cu_seqlens_k, None, "(batch + 1)", q)
     if not _holds(cu_seqlens_k.shape[0] == cu_seqlens_q.shape[0]):
-        raise _error(
+        raise refusal(
             ValueError,
             "cu_seqlens_k",
             f"has length {cu_seqlens_k.shape[0]}",
@@ -263,16 +276,16 @@ def _check_alibi_slopes(alibi_slopes: Any, q: torch.Tensor, batch: Any) -> None:
     heads = q.shape[-2]
     allowed = f"shape (heads_q) = ({heads}) or (batch, heads_q) = ({batch}, {heads})"
     if alibi_slopes.dtype is not torch.float32:
-        raise _error(TypeError, "alibi_slopes", f"has dtype {alibi_slopes.dtype}", f"torch.float32, {allowed}")
+        raise refusal(TypeError, "alibi_slopes", f"has dtype {alibi_slopes.dtype}", f"torch.float32, {allowed}")
     shape = alibi_slopes.shape
     if not (
         (len(shape) == 1 and _holds(shape[0] == heads))
         or (len(shape) == 2 and _holds(shape[0] == batch) and _holds(shape[1] == heads))
     ):
-        raise _error(ValueError, "alibi_slopes", f"has shape {_shape(alibi_slopes)}", allowed)
+        raise refusal(ValueError, "alibi_slopes", f"has shape {_shape(alibi_slopes)}", allowed)
     _check_same_device("alibi_slopes", alibi_slopes, q)
     if alibi_slopes.requires_grad:
-        raise _error(
+        raise refusal(
             ValueError,
             "alibi_slopes",
             "has requires_grad=True, but ALiBi slopes get no gradient",
@@ -281,29 +294,30 @@ def _check_alibi_slopes(alibi_slopes: Any, q: torch.Tensor, batch: Any) -> None:
 
 
 def _check_sinks(sinks: Any, q: torch.Tensor) -> None:
-    check_tensor("sinks", sinks)
+    name = "sinks (learnable_sink)"
+    check_tensor(name, sinks)
     if sinks.dtype not in _SINK_DTYPES:
-        raise _error(TypeError, "sinks", f"has dtype {sinks.dtype}", "torch.float32, torch.float16 or torch.bfloat16")
+        raise refusal(TypeError, name, f"has dtype {sinks.dtype}", "torch.float32, torch.float16 or torch.bfloat16")
     if not (sinks.ndim == 1 and _holds(sinks.shape[0] == q.shape[-2])):
-        raise _error(ValueError, "sinks", f"has shape {_shape(sinks)}", f"shape (heads_q) = ({q.shape[-2]})")
-    _check_same_device("sinks", sinks, q)
+        raise refusal(ValueError, name, f"has shape {_shape(sinks)}", f"shape (heads_q) = ({q.shape[-2]})")
+    _check_same_device(name, sinks, q)
 
 
 def _check_rng_state(rng_state: Any, dropout_p: float, q: torch.Tensor) -> None:
     if rng_state is None:
         if dropout_p > 0.0:
-            raise _error(ValueError, "rng_state", f"is None while dropout_p is {dropout_p}", "an int64 tensor of shape (2)")
+            raise refusal(ValueError, "rng_state", f"is None while dropout_p is {dropout_p}", "an int64 tensor of shape (2)")
         return
     check_tensor("rng_state", rng_state)
     if dropout_p == 0.0:
-        raise _error(ValueError, "rng_state", f"is given while dropout_p is {dropout_p}", "dropout_p above 0, or None")
+        raise refusal(ValueError, "rng_state", f"is given while dropout_p is {dropout_p}", "dropout_p above 0, or None")
     if rng_state.dtype is not torch.int64:
-        raise _error(TypeError, "rng_state", f"has dtype {rng_state.dtype}", "torch.int64, shape (2)")
+        raise refusal(TypeError, "rng_state", f"has dtype {rng_state.dtype}", "torch.int64, shape (2)")
     if not (rng_state.ndim == 1 and _holds(rng_state.shape[0] == 2)):
-        raise _error(ValueError, "rng_state", f"has shape {_shape(rng_state)}", "shape (2)")
+        raise refusal(ValueError, "rng_state", f"has shape {_shape(rng_state)}", "shape (2)")
     _check_same_device("rng_state", rng_state, q)
     if not rng_state.is_contiguous():
-        raise _error(ValueError, "rng_state", f"has stride {rng_state.stride()}", "a contiguous tensor")
+        raise refusal(ValueError, "rng_state", f"has stride {rng_state.stride()}", "a contiguous tensor")
 
 
 def _check_reserved(block_table: Any, q_descale: Any, k_descale: Any, v_descale: Any, num_splits: Any) -> None:
@@ -339,14 +353,14 @@ def _check_numbers(
         allowed = "None (1 / sqrt(head_dim)) or a finite number"
         _check_real("softmax_scale", softmax_scale, allowed)
         if not math.isfinite(softmax_scale):
-            raise _error(ValueError, "softmax_scale", f"is {softmax_scale}", allowed)
+            raise refusal(ValueError, "softmax_scale", f"is {softmax_scale}", allowed)
     check_bool("causal", causal)
-    for name, bound in (("window_left", window_left), ("window_right", window_right)):
+    for name, bound in (("window_left (window_size[0])", window_left), ("window_right (window_size[1])", window_right)):
         _check_int(name, bound, -1, "an integer of at least -1 (-1: unbounded, 0: a bound of no key on that side)")
     allowed = "a finite number of at least 0 (0: no capping)"
     _check_real("softcap", softcap, allowed)
     if not (math.isfinite(softcap) and softcap >= 0.0):
-        raise _error(ValueError, "softcap", f"is {softcap}", allowed)
+        raise refusal(ValueError, "softcap", f"is {softcap}", allowed)
     _check_int("sm_margin", sm_margin, 0, "an integer of at least 0 (multiprocessors left free)")
     check_bool("deterministic", deterministic)
 
@@ -489,9 +503,9 @@ def check_backward(
             continue
         check_tensor(name, tensor)
         if tensor.dtype is not dtype:
-            raise _error(TypeError, name, f"has dtype {tensor.dtype}", f"{dtype}")
+            raise refusal(TypeError, name, f"has dtype {tensor.dtype}", f"{dtype}")
         if tensor.ndim != len(shape) or not all(_holds(a == b) for a, b in zip(tensor.shape, shape)):
-            raise _error(ValueError, name, f"has shape {_shape(tensor)}", f"shape {shape}")
+            raise refusal(ValueError, name, f"has shape {_shape(tensor)}", f"shape {shape}")
         _check_same_device(name, tensor, q)
 
 
@@ -530,8 +544,8 @@ def _validate(q: Any, k: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, seqused_q: A
             lengths = [stop - start for start, stop in zip(starts, starts[1:])]
             if starts[0] < 0 or starts[-1] > operand.shape[0] or any(length < 0 for length in lengths):
                 expected = f"ascending values from 0 to at most total_{side} = {operand.shape[0]}"
-                raise _error(ValueError, f"cu_seqlens_{side}", f"is {starts}", expected)
+                raise refusal(ValueError, f"cu_seqlens_{side}", f"is {starts}", expected)
         if seqused is not None:
             used = seqused.tolist()
             if any(not 0 <= rows <= length for rows, length in zip(used, lengths)):
-                raise _error(ValueError, f"seqused_{side}", f"is {used}", f"values from 0 to the lengths {lengths}")
+                raise refusal(ValueError, f"seqused_{side}", f"is {used}", f"values from 0 to the lengths {lengths}")

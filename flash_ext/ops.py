@@ -1,0 +1,483 @@
+"""``torch.ops.flash_ext.fwd`` and ``torch.ops.flash_ext.bwd``, and the one `torch.autograd.Function` around them.
+
+Who calls what, from the top::
+
+    public function (interface.py) ──── plain eager mode ────┐
+        │ compiling, tracing, a mode, a subclass, autocast   │
+        v                                                    v
+    torch.ops.flash_ext.fwd ── Autocast ── Autograd ──> Attention (autograd.Function), if a gradient is wanted
+        │                                                    │
+        v                                                    v
+    backend kernel of the operator ─────────────────> run_forward / run_backward: check, then dispatch
+
+`run_forward` and `run_backward` are the same on every way. The direct way past the dispatcher is taken only when nothing
+could want to see the operator; `is_plain_eager` says exactly when.
+
+What torch's machinery finds here:
+
+* fakes (FakeTensorMode, ``torch.compile``, ``torch.export``, the meta device), which run the same checks;
+* Autograd: gradients of q, k, v and sinks through ``out`` and ``lse``; a second derivative, forward-mode AD and the
+  transforms of ``torch.func`` are refused by name, never answered wrongly;
+* Autocast: q, k and v are cast to the autocast dtype, as for ``scaled_dot_product_attention``;
+* FLOP formulas for ``torch.utils.flop_counter``, which follow torch's own for attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import torch
+import torch.autograd.forward_ad
+import torch.utils.flop_counter
+
+from . import dispatch
+from .allocate import empty_like
+from .checks import DTYPES, check_backward, check_forward, lse_shape_of
+
+__all__ = [
+    "KV_PACKED",
+    "PACKED_DIM",
+    "QKV_PACKED",
+    "SEPARATE",
+    "Attention",
+    "Options",
+    "any_autocast",
+    "autocast_operands",
+    "bwd",
+    "fwd",
+    "is_plain_eager",
+    "run_backward",
+    "run_forward",
+    "unpack",
+    "wants_gradient",
+]
+
+Options = dict[str, Any]  # the keywords of the operators' schemas, absent ones at their defaults
+
+_KEYWORDS = (
+    "*, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, "
+    "Tensor? seqused_q=None, Tensor? seqused_k=None, Tensor? block_table=None, float? softmax_scale=None, "
+    "bool causal=False, SymInt window_left=-1, SymInt window_right=-1, float softcap=0., Tensor? alibi_slopes=None, "
+    "Tensor? sinks=None, float dropout_p=0., Tensor? rng_state=None, Tensor? q_descale=None, Tensor? k_descale=None, "
+    "Tensor? v_descale=None, SymInt num_splits=0, SymInt sm_margin=0, bool deterministic=False"
+)
+
+# Neither operator mutates or aliases an argument: outputs are fresh and contiguous, so functionalisation has nothing to do.
+_library = torch.library.Library("flash_ext", "DEF")
+_library.define(
+    f"fwd(Tensor q, Tensor k, Tensor v, {_KEYWORDS}) -> (Tensor out, Tensor lse)", tags=torch.Tag.pt2_compliant_tag
+)
+_library.define(
+    f"bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_KEYWORDS}) "
+    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+
+fwd = torch.ops.flash_ext.fwd.default
+bwd = torch.ops.flash_ext.bwd.default
+
+# The keywords that may be tensors today. Autograd keeps them with save_for_backward, so that a change in place between
+# forward and backward is an error and saved-tensor hooks see them.
+_TENSOR_OPTIONS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "alibi_slopes", "rng_state", "sinks")
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The one way down: check, then dispatch.
+
+_MAX_WINDOW = 2**31 - 1  # the kernels count in 32 bits, and no sequence is longer
+
+
+def _resolve(options: Options) -> Options:
+    """What the call means now: torch's deterministic mode, and window bounds that 32 bits hold."""
+    changed: Options = {}
+    if torch._C._get_deterministic_algorithms():
+        changed["deterministic"] = True
+    for name in ("window_left", "window_right"):
+        if options.get(name, -1) > _MAX_WINDOW:
+            changed[name] = _MAX_WINDOW
+    return {**options, **changed} if changed else options
+
+
+def run_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+    """Check the arguments and compute ``(out, lse)``; real tensors only, no gradients."""
+    check_forward(q, k, v, **options)
+    return dispatch.forward(q, k, v, **_resolve(options))
+
+
+def run_backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    options: Options,
+    dq: torch.Tensor | None = None,
+    dk: torch.Tensor | None = None,
+    dv: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Check the arguments and compute ``(dq, dk, dv, dsinks)``, into ``dq, dk, dv`` (any strides) where given."""
+    check_backward(dout, dlse, q, k, v, out, lse, **options)
+    return dispatch.backward(dout, dlse, q, k, v, out, lse, **_resolve(options), dq=dq, dk=dk, dv=dv)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# When the dispatcher may be passed by.
+
+_EXACT_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_forward_ad = torch.autograd.forward_ad
+_is_compiling = torch.compiler.is_compiling
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_functorch_transform = torch._C._functorch.peek_interpreter_stack
+_jit_tracing = torch._C._get_tracing_state
+
+
+def _no_modes() -> int:
+    return 0
+
+
+# make_fx(pre_dispatch=True) and torch.export keep their mode on a stack of its own.
+_pre_dispatch_modes: Callable[[], int] = getattr(torch._ops, "_len_torch_dispatch_stack_pre_dispatch", _no_modes)
+
+
+def _isany_autocast_enabled_by_device() -> bool:
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+
+
+any_autocast: Callable[[], bool] = getattr(torch._C, "_isany_autocast_enabled", _isany_autocast_enabled_by_device)
+
+
+def _dual_level() -> int:
+    return getattr(_forward_ad, "_current_level", 0)  # -1 outside of every dual_level; assume one if torch hides it
+
+
+def is_plain_eager(tensors: Iterable[Any], options: Options) -> bool:
+    """Whether the call may pass by the dispatcher: nothing but plain tensors, and nobody watching.
+
+    False while compiling or exporting, under any ``__torch_dispatch__`` mode (FakeTensorMode, make_fx, FlopCounterMode,
+    selective checkpointing), under a transform of ``torch.func``, in forward-mode AD, while ``torch.jit.trace`` records,
+    under autocast, and for tensor subclasses and the meta device.
+    """
+    if (
+        _is_compiling()
+        or _dispatch_modes() != 0
+        or _functorch_transform() is not None
+        or _pre_dispatch_modes() != 0
+        or any_autocast()
+        or _dual_level() >= 0
+        or _jit_tracing() is not None
+    ):
+        return False
+    for tensor in tensors:
+        if type(tensor) not in _EXACT_TENSORS or tensor.is_meta:
+            return False
+    for name in _TENSOR_OPTIONS:
+        tensor = options.get(name)
+        if tensor is not None and type(tensor) not in _EXACT_TENSORS:
+            return False
+    return True
+
+
+def _call_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(out, lse)`` below autograd: directly, or through the operator's backend kernel or fake."""
+    if is_plain_eager((q, k, v), options):
+        return run_forward(q, k, v, options)
+    with torch._C._AutoDispatchBelowAutograd():
+        return fwd(q, k, v, **options)
+
+
+def _call_backward(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    options: Options,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``(dq, dk, dv, dsinks)`` below autograd; see `_call_forward`."""
+    if is_plain_eager((dout, q, k, v), options):
+        return run_backward(dout, dlse, q, k, v, out, lse, options)
+    with torch._C._AutoDispatchBelowAutograd():
+        return bwd(dout, dlse, q, k, v, out, lse, **options)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Autograd.
+
+#: How q, k and v come to `Attention`: apart, k and v in one tensor, or all three; with the dimension that joins them.
+SEPARATE, KV_PACKED, QKV_PACKED = 0, 1, 2
+PACKED_DIM = -3  # (..., 3 or 2, heads, head_dim)
+
+
+def unpack(packing: int, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """q, k and v as strided views of what the caller gave."""
+    if packing == SEPARATE:
+        return tensors
+    return (*tensors[:-1], *tensors[-1].unbind(PACKED_DIM))
+
+
+def wants_gradient(tensors: Iterable[torch.Tensor | None]) -> bool:
+    """Whether autograd has to record a call with these tensors."""
+    if not torch.is_grad_enabled():
+        return False
+    for tensor in tensors:
+        if tensor is not None and tensor.requires_grad:
+            return True
+    return False
+
+
+def _refuse_double_backward() -> NoReturn:
+    raise NotImplementedError(
+        "flash_ext: a second derivative (double backward, create_graph=True) of flash_ext::fwd is not implemented; "
+        "expected first derivatives only"
+    )
+
+
+class _Backward(torch.autograd.Function):
+    """The gradients as a node of the graph whose own gradient is refused by name.
+
+    `torch.autograd.function.once_differentiable` would serve, but its error does not say which function it is about, and
+    it lets the dependence on q, k and v go unnoticed when the incoming gradient does not require one itself.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, options: Options, sinks: torch.Tensor | None, *tensors: Any) -> Any:
+        return _call_backward(*tensors, options={**options, "sinks": sinks})
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        _refuse_double_backward()
+
+
+class Attention(torch.autograd.Function):
+    """``out, lse = Attention.apply(options, packing, sinks, *tensors)``; the only place that knows autograd.
+
+    ``tensors`` are q, k, v (`SEPARATE`), q, kv (`KV_PACKED`) or qkv alone (`QKV_PACKED`). In plain eager mode the
+    gradients of a packed tensor are written into one tensor through strided views; otherwise they are stacked.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, options: Options, packing: int, sinks: torch.Tensor | None, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v = unpack(packing, tensors)
+        out, lse = _call_forward(q, k, v, options)
+        ctx.set_materialize_grads(False)
+        ctx.packing = packing
+        ctx.options = {name: value for name, value in options.items() if name not in _TENSOR_OPTIONS}
+        ctx.save_for_backward(*tensors, out, lse, *(options.get(name) for name in _TENSOR_OPTIONS))
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:  # type: ignore[override]
+        packing = ctx.packing
+        saved = ctx.saved_tensors
+        count = 3 - packing
+        tensors, (out, lse), kept = saved[:count], saved[count : count + 2], saved[count + 2 :]
+        if dout is None and dlse is None:
+            return (None,) * (count + 3)
+        if dout is None:
+            dout = torch.zeros_like(out)
+        options = {**ctx.options, **{name: tensor for name, tensor in zip(_TENSOR_OPTIONS, kept) if tensor is not None}}
+        q, k, v = unpack(packing, tensors)
+
+        grads: tuple[torch.Tensor, ...]
+        if torch.is_grad_enabled():  # create_graph=True
+            *grads_qkv, dsinks = _Backward.apply(options, options.get("sinks"), dout, dlse, q, k, v, out, lse)
+        elif packing != SEPARATE and is_plain_eager((dout, *tensors), options):
+            grads = tuple(empty_like(tensor) for tensor in tensors)
+            dq, dk, dv = unpack(packing, grads)
+            *_, dsinks = run_backward(dout, dlse, q, k, v, out, lse, options, dq=dq, dk=dk, dv=dv)
+            return None, None, dsinks if ctx.needs_input_grad[2] else None, *grads
+        else:
+            *grads_qkv, dsinks = _call_backward(dout, dlse, q, k, v, out, lse, options)
+        if packing == SEPARATE:
+            grads = tuple(grads_qkv)
+        else:
+            apart, joined = grads_qkv[: count - 1], grads_qkv[count - 1 :]
+            grads = (*apart, torch.stack(joined, PACKED_DIM))
+        return None, None, dsinks if ctx.needs_input_grad[2] else None, *grads
+
+
+def _refuse_unsupported_autograd(tensors: Iterable[Any], what: str) -> None:
+    """Forward-mode AD and torch.func: an error here, where the answer would be a zero tangent or an internal assert."""
+    if _dual_level() >= 0:
+        for tensor in tensors:
+            if tensor is not None and _forward_ad.unpack_dual(tensor).tangent is not None:
+                raise NotImplementedError(
+                    f"flash_ext: forward-mode AD (torch.func.jvp, dual tensors) of {what} is not implemented; "
+                    "expected reverse mode (torch.autograd)"
+                )
+    if _functorch_transform() is not None and wants_gradient(tensors):
+        raise NotImplementedError(
+            f"flash_ext: torch.func transforms (grad, vjp, jacrev) of {what} are not implemented; "
+            "expected torch.autograd (backward, torch.autograd.grad)"
+        )
+
+
+def _fwd_autograd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    sinks = options.get("sinks")
+    differentiable = (q, k, v, sinks)
+    _refuse_unsupported_autograd(differentiable, "flash_ext::fwd")
+    slopes = options.get("alibi_slopes")
+    if slopes is not None and slopes.requires_grad:  # refused by the checks; a fake below autograd no longer shows it
+        check_forward(q, k, v, **options)
+    if wants_gradient(differentiable):
+        return Attention.apply(options, SEPARATE, sinks, q, k, v)
+    return _call_forward(q, k, v, options)
+
+
+def _bwd_autograd(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    sinks = options.get("sinks")
+    differentiable = (dout, dlse, q, k, v, out, lse, sinks)
+    _refuse_unsupported_autograd(differentiable, "flash_ext::bwd")
+    if wants_gradient(differentiable):
+        return _Backward.apply(options, sinks, dout, dlse, q, k, v, out, lse)
+    return _call_backward(dout, dlse, q, k, v, out, lse, options)
+
+
+_library.impl("fwd", _fwd_autograd, "Autograd")
+_library.impl("bwd", _bwd_autograd, "Autograd")
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Backend kernels and fakes.
+
+
+def _fwd_backend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return run_forward(q, k, v, options)
+
+
+def _bwd_backend(*tensors: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    return run_backward(*tensors, options)
+
+
+def _fwd_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    check_forward(q, k, v, **options)
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    return out, q.new_empty(lse_shape_of(q), dtype=torch.float32)
+
+
+def _bwd_fake(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    check_backward(dout, dlse, q, k, v, out, lse, **options)
+    sinks = options.get("sinks")
+    dsinks = q.new_empty((0,), dtype=torch.float32) if sinks is None else sinks.new_empty(sinks.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
+
+
+_library.impl("fwd", _fwd_backend, "CompositeExplicitAutograd")
+_library.impl("bwd", _bwd_backend, "CompositeExplicitAutograd")
+torch.library.register_fake("flash_ext::fwd", _fwd_fake, lib=_library)
+torch.library.register_fake("flash_ext::bwd", _bwd_fake, lib=_library)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Autocast.
+
+_AUTOCAST_INPUTS = (torch.float32, *DTYPES)
+
+
+def autocast_operands(tensors: tuple[torch.Tensor, ...], device_type: str) -> tuple[torch.Tensor, ...]:
+    """Operands in the autocast dtype of the device type, as autocast does for ``scaled_dot_product_attention``.
+
+    Other dtypes (fp8, fp64, integers) stay as they are, to be refused by name.
+    """
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(tensor.to(dtype) if tensor.dtype in _AUTOCAST_INPUTS else tensor for tensor in tensors)
+
+
+def _register_autocast(device_type: str, key: str) -> None:
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+
+    def fwd_autocast(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            return fwd(*autocast_operands((q, k, v), device_type), **options)
+
+    _library.impl("fwd", fwd_autocast, key)
+
+
+_register_autocast("cpu", "AutocastCPU")
+_register_autocast("cuda", "AutocastCUDA")
+
+# ---------------------------------------------------------------------------------------------------------------------
+# vmap.
+
+
+def _refuse_vmap(*tensors: Any, **options: Any) -> NoReturn:
+    raise NotImplementedError(
+        "flash_ext: vmap over flash_ext operators is not implemented; "
+        "expected the mapped dimension as part of the batch dimension"
+    )
+
+
+for _name in ("fwd", "bwd"):
+    for _key in ("FuncTorchBatched", "Batched"):  # torch.func.vmap; torch.autograd.grad(is_grads_batched=True)
+        _library.impl(_name, _refuse_vmap, _key)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# FLOPs, by torch's convention for attention: two operations per multiply-add of the matrix products, none for the
+# softmax, and no discount for what a mask hides.
+
+
+def _score_count(q: torch.Tensor, k: torch.Tensor, options: Options) -> int:
+    """Scores per query head: the sum over sequences of seqlen_q * seqlen_k.
+
+    For packed sequences the lengths are read from ``cu_seqlens`` if these are real tensors (as torch does; it
+    synchronises, while FLOPs are counted); of fake ones only a bound is known: batch times the ``max_seqlen`` hints, and
+    at most all queries times all keys.
+    """
+    cu_seqlens_q, cu_seqlens_k = options.get("cu_seqlens_q"), options.get("cu_seqlens_k")
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        return q.shape[0] * q.shape[1] * k.shape[1]
+    if all(type(cu_seqlens) is torch.Tensor and not cu_seqlens.is_meta for cu_seqlens in (cu_seqlens_q, cu_seqlens_k)):
+        lengths_q, lengths_k = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
+        return sum(length_q * length_k for length_q, length_k in zip(lengths_q, lengths_k))
+    bound = q.shape[0] * k.shape[0]
+    max_seqlen_q, max_seqlen_k = options.get("max_seqlen_q"), options.get("max_seqlen_k")
+    if max_seqlen_q is None or max_seqlen_k is None:
+        return bound
+    return min(bound, (cu_seqlens_q.shape[0] - 1) * max_seqlen_q * max_seqlen_k)
+
+
+def _fwd_flops(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, out_val: Any = None, **options: Any) -> int:
+    """Q K^T over head_dim and P V over head_dim_v."""
+    return 2 * q.shape[-2] * _score_count(q, k, options) * (q.shape[-1] + v.shape[-1])
+
+
+def _bwd_flops(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    out_val: Any = None,
+    **options: Any,
+) -> int:
+    """Q K^T again, dQ and dK over head_dim; dP and dV over head_dim_v."""
+    return 2 * q.shape[-2] * _score_count(q, k, options) * (3 * q.shape[-1] + 2 * v.shape[-1])
+
+
+torch.utils.flop_counter.register_flop_formula(torch.ops.flash_ext.fwd, get_raw=True)(_fwd_flops)
+torch.utils.flop_counter.register_flop_formula(torch.ops.flash_ext.bwd, get_raw=True)(_bwd_flops)

@@ -27,6 +27,7 @@ def main() -> int:
     parser.add_argument("--unit", required=True)
     parser.add_argument("--source", required=True)
     parser.add_argument("--folder", required=True, type=Path)
+    parser.add_argument("--cutlass", action="store_true", help="include the CUTLASS headers")
     parser.add_argument("flags", nargs="+")
     arguments = parser.parse_args()
     toolchain = json.loads(arguments.toolchain.read_text(encoding="utf-8"))
@@ -39,11 +40,14 @@ def main() -> int:
     if toolchain["host_compiler"]:
         nvcc += ["-ccbin", toolchain["host_compiler"]]
     nvcc += arguments.flags
-    if toolchain["cutlass_include"]:
-        nvcc += ["-isystem", toolchain["cutlass_include"]]
+    if arguments.cutlass:
+        nvcc += ["-isystem", relative_if_inside(toolchain["cutlass_include"])]
 
-    # --objdir-as-tempdir: else names of temporary files enter the object. It makes --keep write beside the object, too.
-    command = [*nvcc, "-Xptxas", "-v", "--keep", "--objdir-as-tempdir", "-Xcompiler", f"-frandom-seed={unit}"]
+    # For the same bytes in every folder: names of temporary files and of the source's folder would enter the object, the
+    # latter through a hash in the name of every internal variable (libcu++ has some). --objdir-as-tempdir makes --keep
+    # write beside the object, too.
+    nvcc += ["-Xcudafe", f"--orig_src_path_name,{arguments.source}", f"-frandom-seed={unit}"]
+    command = [*nvcc, "-Xptxas", "-v", "--keep", "--objdir-as-tempdir"]
     command += ["-MD", "-MF", str(depfile), "-c", arguments.source, "-o", str(object_file)]
     environment = dict(os.environ)
     if toolchain["ccache"]:
@@ -82,6 +86,12 @@ def main() -> int:
     }
     (folder / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return 0
+
+
+def relative_if_inside(folder: str) -> str:
+    """A folder of the source tree relative to it, any other as it is."""
+    relative = os.path.relpath(folder)
+    return folder if relative.startswith("..") else relative
 
 
 def remove_all_but(folder: Path, keep: tuple[Path, ...]) -> None:

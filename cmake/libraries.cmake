@@ -20,7 +20,7 @@ file(GLOB api_sources CONFIGURE_DEPENDS "${CMAKE_SOURCE_DIR}/csrc/api/*.cpp")
 
 foreach(path IN LISTS FLASH_EXT_PATHS)
   set(path_dir "${FLASH_EXT_BUILD_DIR}/${path}")
-  include("${path_dir}/units.cmake")  # units, unit_gencode: from csrc/kernels.toml
+  include("${path_dir}/units.cmake")  # units, unit_gencode, unit_needs_cutlass: from csrc/kernels.toml
 
   set(objects)
   foreach(unit IN LISTS units ITEMS "${path}_probe")
@@ -37,7 +37,8 @@ foreach(path IN LISTS FLASH_EXT_PATHS)
       OUTPUT "${folder}/${unit}.o"
       BYPRODUCTS "${folder}/${unit}.ptx" "${folder}/report.json"
       COMMAND "${FLASH_EXT_BUILD_DIR}/toolchain/compile_unit"
-              --unit "${unit}" --source "${relative_source}" --folder "${relative_folder}" --
+              --unit "${unit}" --source "${relative_source}" --folder "${relative_folder}"
+              "$<$<BOOL:${unit_needs_cutlass}>:--cutlass>" --
               ${unit_flags} -gencode "${unit_gencode}"
       DEPENDS "${source}" "${FLASH_EXT_BUILD_DIR}/toolchain/fingerprint.txt"
       DEPFILE "${folder}/${unit}.d"

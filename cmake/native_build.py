@@ -120,7 +120,9 @@ def build_libraries(options: Options, force: bool) -> dict[str, Path]:
         names = generate.generate(SOURCE_DIR, BUILD_DIR / path, path, info)
         generate.write_if_changed(
             BUILD_DIR / path / "units.cmake",
-            f'set(unit_gencode "{table.paths[path].gencode}")\nset(units {" ".join(names)})\n',
+            f'set(unit_gencode "{table.paths[path].gencode}")\n'
+            f"set(unit_needs_cutlass {'ON' if table.paths[path].needs_cutlass else 'OFF'})\n"
+            f"set(units {' '.join(names)})\n",
         )
         units[path] = {name: f"build/{path}/generated/{name}.cu" for name in names}
         units[path][f"{path}_probe"] = f"csrc/{path}/probe.cu"
@@ -300,7 +302,7 @@ def progress_line(line: str) -> str | None:
     if match is None:
         return None if line.startswith(("ninja: Entering", "ninja: no work", "[0/2] Re-checking")) else line
     done, total, step = match.groups()
-    if "CMake" in step or "globbed" in step:  # CMake looks again at its globs
+    if step.startswith(("Re-checking", "Re-running")):  # CMake looks again at its globs
         return None
     if building := re.fullmatch(r"Building CXX object CMakeFiles/(\w+)\.dir/(.+)\.o", step):
         step = f"{building[1]}: {Path(building[2]).name}"

@@ -1,12 +1,15 @@
-"""Builds the wheel: setuptools packs, CMake and Ninja compile (cmake/native_build.py). Metadata is in pyproject.toml."""
+"""Builds the wheel: setuptools packs, CMake and Ninja compile (cmake/native_build.py). Metadata: pyproject.toml."""
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
+from setuptools.command.sdist import sdist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "cmake"))
 
@@ -42,9 +45,27 @@ class NativeBuild(build_ext):
         return {}
 
 
+class CleanBuild(build):
+    """``build`` without files that an earlier build left: setuptools would pack modules that are long deleted."""
+
+    def run(self) -> None:
+        """Empty the folder that becomes the wheel, then fill it."""
+        shutil.rmtree(self.build_lib, ignore_errors=True)
+        super().run()
+
+
+class SourceDistribution(sdist):
+    """``sdist`` that keeps the commit it was made from."""
+
+    def make_release_tree(self, base_dir: str, files: list[str]) -> None:
+        """Add the file that `native_build.read_commit` reads."""
+        super().make_release_tree(base_dir, files)
+        Path(base_dir, native_build.COMMIT_FILE).write_text(native_build.read_commit() + "\n", encoding="utf-8")
+
+
 setup(
     version=native_build.read_version(),
     # Tells setuptools that the wheel is of one platform and one Python; NativeBuild does the work.
     ext_modules=[Extension("flash_ext._C", sources=[])],
-    cmdclass={"build_ext": NativeBuild},
+    cmdclass={"build": CleanBuild, "build_ext": NativeBuild, "sdist": SourceDistribution},
 )

@@ -1,8 +1,8 @@
 """The PEP 517 build backend: setuptools', which also asks for what compiles the kernels.
 
-pip builds in an environment of its own that holds only what is asked for. So this asks for the CUDA toolkit of PyPI where
-the machine has none of at least version 13.0, and for pip, which fetches the CUTLASS headers. Nothing is asked for
-FLASH_EXT_PATHS=none.
+pip builds in an environment of its own that holds only what is asked for. So this asks for the CUDA toolkit of PyPI
+where the machine has none of at least version 13.0, and for pip, which fetches the CUTLASS headers. Nothing is asked
+for FLASH_EXT_PATHS=none.
 """
 
 from __future__ import annotations

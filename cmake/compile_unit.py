@@ -43,9 +43,9 @@ def main() -> int:
     if arguments.cutlass:
         nvcc += ["-isystem", relative_if_inside(toolchain["cutlass_include"])]
 
-    # For the same bytes in every folder: names of temporary files and of the source's folder would enter the object, the
-    # latter through a hash in the name of every internal variable (libcu++ has some). --objdir-as-tempdir makes --keep
-    # write beside the object, too.
+    # For the same bytes in every folder: names of temporary files and of the source's folder would enter the object,
+    # the latter through a hash in the name of every internal variable (libcu++ has some). --objdir-as-tempdir makes
+    # --keep write beside the object, too.
     nvcc += ["-Xcudafe", f"--orig_src_path_name,{arguments.source}", f"-frandom-seed={unit}"]
     command = [*nvcc, "-Xptxas", "-v", "--keep", "--objdir-as-tempdir"]
     command += ["-MD", "-MF", str(depfile), "-c", arguments.source, "-o", str(object_file)]
@@ -55,6 +55,8 @@ def main() -> int:
         # nvcc alone does not tell which cicc and ptxas lie beside it; its modification time changes with every install.
         fingerprint = (arguments.toolchain.parent / "fingerprint.txt").read_bytes()
         environment["CCACHE_COMPILERCHECK"] = f"string:{hashlib.sha256(fingerprint).hexdigest()}"
+        if "-lineinfo" not in arguments.flags:  # which is all that names the folder
+            environment["CCACHE_NOHASHDIR"] = "1"
     start = time.perf_counter()
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     kernels, messages = parse_ptxas(result.stderr)
@@ -68,9 +70,9 @@ def main() -> int:
     if cached:
         # A hit of the compiler cache restores the object alone. The front end makes the PTX again, from the same flags
         # (0.4 s of a probe's 2 s); on a miss nvcc has just kept it, which costs nothing.
-        result = subprocess.run([*nvcc, "-ptx", arguments.source, "-o", str(ptx_file)])
-        if result.returncode != 0:
-            return result.returncode
+        status = subprocess.run([*nvcc, "-ptx", arguments.source, "-o", str(ptx_file)]).returncode
+        if status != 0:
+            return status
     else:
         kept[0].replace(ptx_file)
     os.utime(ptx_file)  # it was written before ptxas and the host compiler ran; older than its object would mean stale
@@ -104,8 +106,8 @@ def remove_all_but(folder: Path, keep: tuple[Path, ...]) -> None:
 def keep_own_dependencies(depfile: Path, target: Path) -> None:
     """Reduce a dependency file to this project's sources, absolute, for the target's absolute path.
 
-    The toolkit's and CUTLASS's headers stand for their version, which the build tracks by fingerprint: an isolated build
-    unpacks them anew each time.
+    For the toolkit's and CUTLASS's headers their version stands, which the build tracks by fingerprint: an isolated
+    build unpacks them anew each time.
     """
     text = depfile.read_text(encoding="utf-8").replace("\\\n", " ")
     _, _, names = text.partition(" : ")

@@ -257,9 +257,7 @@ def _integer(where: str, key: str, value: Any, low: int, high: int, multiple: in
 def unit_source(kernel: Kernel, features: Mapping[str, str]) -> str:
     """The C++ text of the unit that instantiates one kernel."""
     literals = {True: "true", False: "false"}
-    tile = ", ".join(
-        f".{key} = {literals[value] if isinstance(value, bool) else value}" for key, value in kernel.tile
-    )
+    tile = ", ".join(f".{key} = {literals[value] if isinstance(value, bool) else value}" for key, value in kernel.tile)
     shape = dict(kernel.tile)
     direction = kernel.direction.capitalize()
     mask = " | ".join(features[name] for name in kernel.features)

@@ -32,6 +32,7 @@ from toolchain import BuildError, Options
 
 SOURCE_DIR = Path(__file__).resolve().parent.parent
 BUILD_DIR = SOURCE_DIR / "build"
+COMMIT_FILE = "COMMIT"  # in a source distribution
 
 
 def read_version(source_dir: Path = SOURCE_DIR) -> str:
@@ -39,14 +40,15 @@ def read_version(source_dir: Path = SOURCE_DIR) -> str:
     text = (source_dir / "flash_ext" / "_version.py").read_text(encoding="utf-8")
     match = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
     if match is None:
-        raise BuildError("flash_ext/_version.py has no line __version__ = \"...\"")
+        raise BuildError('flash_ext/_version.py has no line __version__ = "..."')
     return match.group(1)
 
 
 def read_commit(source_dir: Path = SOURCE_DIR) -> str:
-    """What ``git describe`` says of the source folder, or ``"unknown"`` outside a repository of its own."""
+    """What ``git describe`` says of the source folder; in a source distribution, what it said when that was made."""
     if not (source_dir / ".git").exists():
-        return "unknown"
+        file = source_dir / COMMIT_FILE
+        return file.read_text(encoding="utf-8").strip() if file.is_file() else "unknown"
     command = ["git", "-C", str(source_dir), "describe", "--always", "--dirty", "--tags", "--abbrev=12"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -105,7 +107,9 @@ def build_libraries(options: Options, force: bool) -> dict[str, Path]:
     for path in options.paths:
         if path not in table.paths:
             raise BuildError(f"csrc/kernels.toml has no [path.{path}]")
-    tools = toolchain.find_toolchain(any(table.paths[path].needs_cutlass for path in options.paths), BUILD_DIR / "toolchain")
+    tools = toolchain.find_toolchain(
+        any(table.paths[path].needs_cutlass for path in options.paths), BUILD_DIR / "toolchain"
+    )
     print(
         f"flash_ext: paths {', '.join(options.paths)}; CUDA {tools.cuda_version} ({tools.nvcc}); "
         + (f"CUTLASS {tools.cutlass_version}; " if tools.cutlass_version else "")
@@ -116,7 +120,10 @@ def build_libraries(options: Options, force: bool) -> dict[str, Path]:
 
     units: dict[str, dict[str, str]] = {}
     for path in options.paths:
-        info = build_info(options, tools.host_version) | {"cuda": tools.cuda_version, "gencode": table.paths[path].gencode}
+        info = build_info(options, tools.host_version) | {
+            "cuda": tools.cuda_version,
+            "gencode": table.paths[path].gencode,
+        }
         names = generate.generate(SOURCE_DIR, BUILD_DIR / path, path, info)
         generate.write_if_changed(
             BUILD_DIR / path / "units.cmake",
@@ -270,7 +277,9 @@ def find_tool(name: str) -> str:
     """A program of the build requirements: from this environment, else from PATH."""
     found = shutil.which(name, path=sysconfig.get_path("scripts")) or shutil.which(name)
     if found is None:
-        raise BuildError(f"{name} is missing; install it with `pip install {name}`, or build with pip's build isolation")
+        raise BuildError(
+            f"{name} is missing; install it with `pip install {name}`, or build with pip's build isolation"
+        )
     return found
 
 

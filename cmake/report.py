@@ -53,7 +53,9 @@ class KernelReport:
 
 _ENTRY = re.compile(r"Compiling entry function '(?P<name>[^']+)' for '(?P<arch>[^']+)'")
 _PROPERTIES = re.compile(r"Function properties for (?P<name>\S+)")
-_FRAME = re.compile(r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads")
+_FRAME = re.compile(
+    r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads"
+)
 _USED = re.compile(r"Used (?P<registers>\d+) registers")
 _SHARED = re.compile(r"(\d+) bytes smem")
 _NOISE = re.compile(r"^ptxas info\s*: |^\s+\d+ bytes stack frame|^\s*$")
@@ -141,9 +143,7 @@ def problems(unit: str, kernels: Iterable[Mapping[str, Any]]) -> list[str]:
 
 def read_reports(path_build_dir: Path, units: Sequence[str]) -> list[dict[str, Any]]:
     """The reports of a path's units, in the order given."""
-    return [
-        json.loads((path_build_dir / "units" / unit / "report.json").read_text(encoding="utf-8")) for unit in units
-    ]
+    return [json.loads((path_build_dir / "units" / unit / "report.json").read_text(encoding="utf-8")) for unit in units]
 
 
 def table(reports: Iterable[Mapping[str, Any]], shared_memory: Mapping[str, int]) -> list[str]:
@@ -191,14 +191,17 @@ def table(reports: Iterable[Mapping[str, Any]], shared_memory: Mapping[str, int]
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
 
     def line(row: Sequence[str]) -> str:
-        texts = [cell.ljust(width) if column < 2 else cell.rjust(width) for column, (cell, width) in enumerate(zip(row, widths))]
-        return "  ".join(texts).rstrip()
+        aligned = [cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True)]
+        aligned += [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)]
+        return "  ".join(aligned).rstrip()
 
     rule = "  ".join("-" * width for width in widths)
     return [line(header), rule, *(line(row) for row in rows[:-1]), rule, line(rows[-1])]
 
 
-def write_manifest(path_build_dir: Path, path: str, gencode: str, units: Mapping[str, str], host_objects: Sequence[str]) -> None:
+def write_manifest(
+    path_build_dir: Path, path: str, gencode: str, units: Mapping[str, str], host_objects: Sequence[str]
+) -> None:
     """Write manifest.json: what was compiled into a path's library and where its objects and PTX lie.
 
     Parameters
@@ -221,7 +224,9 @@ def write_manifest(path_build_dir: Path, path: str, gencode: str, units: Mapping
     for unit, source in units.items():
         object_file, ptx_file = (path_build_dir / "units" / unit / f"{unit}{suffix}" for suffix in (".o", ".ptx"))
         if ptx_file.stat().st_mtime_ns < object_file.stat().st_mtime_ns:
-            raise ManifestError(f"{ptx_file} is older than {object_file.name}; delete {object_file.parent} and build again")
+            raise ManifestError(
+                f"{ptx_file} is older than {object_file.name}; delete {object_file.parent} and build again"
+            )
         text = ptx_file.read_text(encoding="utf-8")
         entries.append(
             {

@@ -216,7 +216,9 @@ def find_nvcc(toolkit_dir: Path | None = None, environment: Mapping[str, str] = 
         version = nvcc_version(nvcc)
         if version is not None and tuple(int(part) for part in version.split(".")[:2]) >= MINIMUM_CUDA:
             return nvcc
-        note(f"{nvcc} (from {origin}, version {version or 'unknown'}) is older than {_dotted(MINIMUM_CUDA)}: passed over")
+        note(
+            f"{nvcc} (from {origin}, version {version or 'unknown'}) is older than {_dotted(MINIMUM_CUDA)}: passed over"
+        )
     return None
 
 
@@ -264,9 +266,8 @@ def find_toolchain(needs_cutlass: bool, cache_dir: Path, environment: Mapping[st
         raise BuildError(NO_NVCC.format(minimum=_dotted(MINIMUM_CUDA), requirement=CUDA_REQUIREMENT))
     root = toolkit_root(nvcc)
     target = root / "targets" / f"{platform.machine()}-linux"
-    libraries = [root / "lib64", root / "lib", target / "lib"]
-    cudart = next((folder / "libcudart_static.a" for folder in libraries if (folder / "libcudart_static.a").is_file()), None)
-    include = next((folder for folder in (root / "include", target / "include") if (folder / "cuda_runtime_api.h").is_file()), None)
+    cudart = _first_with([root / "lib64", root / "lib", target / "lib"], "libcudart_static.a")
+    include = _first_with([root / "include", target / "include"], "cuda_runtime_api.h")
     if cudart is None or include is None:
         missing = "libcudart_static.a" if cudart is None else "cuda_runtime_api.h"
         raise BuildError(f"the CUDA toolkit at {root} has no {missing}; install its cudart development package")
@@ -277,7 +278,7 @@ def find_toolchain(needs_cutlass: bool, cache_dir: Path, environment: Mapping[st
         nvcc=str(root / "bin" / "nvcc") if (root / "bin" / "nvcc").is_file() else nvcc,
         cuda_version=nvcc_version(nvcc) or "",
         cuda_include=str(include),
-        cudart=str(cudart),
+        cudart=str(cudart / "libcudart_static.a"),
         host_compiler=host_compiler,
         host_version=_first_line([host_compiler or "g++", "--version"]),
         ccache=shutil.which("ccache", path=environment.get("PATH")) or "",
@@ -308,13 +309,24 @@ def download_cutlass(include: Path) -> None:
     print(f"flash_ext: taking the CUTLASS headers from {CUTLASS_REQUIREMENT}", flush=True)
     include.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=include.parent) as folder:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, CUTLASS_REQUIREMENT]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--dest",
+            folder,
+            CUTLASS_REQUIREMENT,
+        ]
         result = subprocess.run(command, capture_output=True, text=True)
         wheels = list(Path(folder).glob("*.whl"))
         if result.returncode != 0 or len(wheels) != 1:
             raise BuildError(
-                f"{CUTLASS_REQUIREMENT} could not be downloaded; without a network set CUTLASS_PATH to a CUTLASS source "
-                f"folder, or build without the paths that need it (FLASH_EXT_PATHS=sm80 or none).\n{result.stderr.strip()}"
+                f"{CUTLASS_REQUIREMENT} could not be downloaded; without a network set CUTLASS_PATH to a CUTLASS "
+                "source folder, or build without the paths that need it (FLASH_EXT_PATHS=sm80 or none).\n"
+                + result.stderr.strip()
             )
         unpack_cutlass(wheels[0], include)
 
@@ -331,15 +343,16 @@ def unpack_cutlass(wheel: Path, include: Path, sha256: str = CUTLASS_SHA256) -> 
 
 
 def install_cuda(cache_dir: Path) -> None:
-    """Install the pinned CUDA toolkit from PyPI under `cache_dir`, beside no Python package that could clash with it."""
+    """Install the pinned CUDA toolkit from PyPI under `cache_dir`, where it clashes with no package of torch's."""
     print(f"flash_ext: no nvcc {_dotted(MINIMUM_CUDA)} or newer here; taking {CUDA_REQUIREMENT}", flush=True)
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(cache_dir / "cuda"), CUDA_REQUIREMENT]
+    command = [sys.executable, "-m", "pip", "install", "--quiet"]
+    command += ["--target", str(cache_dir / "cuda"), CUDA_REQUIREMENT]
     if subprocess.run(command).returncode != 0:
         raise BuildError(NO_NVCC.format(minimum=_dotted(MINIMUM_CUDA), requirement=CUDA_REQUIREMENT))
 
 
 def build_requirements(paths: tuple[str, ...], environment: Mapping[str, str] = os.environ) -> list[str]:
-    """What an isolated build of `paths` needs beyond pyproject.toml: pip for CUTLASS, the toolkit where there is none."""
+    """What an isolated build of `paths` needs beyond pyproject.toml: the toolkit where there is none, and pip."""
     requirements: list[str] = []
     if paths and find_nvcc(environment=environment) is None:
         requirements.append(CUDA_REQUIREMENT)
@@ -358,14 +371,35 @@ def _cutlass_version(header: Path) -> str:
     return ".".join(numbers)
 
 
+def _first_with(folders: list[Path], name: str) -> Path | None:
+    return next((folder for folder in folders if (folder / name).is_file()), None)
+
+
 def _first_line(command: list[str]) -> str:
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0]
     except (OSError, subprocess.CalledProcessError, IndexError):
         raise BuildError(
-            f"the host compiler {command[0]!r} does not run; install g++, or set CUDAHOSTCXX to a C++ compiler that nvcc accepts"
+            f"the host compiler {command[0]!r} does not run; install g++, or set CUDAHOSTCXX to one that nvcc accepts"
         ) from None
 
 
 def _dotted(version: tuple[int, ...]) -> str:
     return ".".join(str(part) for part in version)
+
+
+def main() -> int:
+    """Put the CUDA toolkit of PyPI under build/toolchain if the build that the environment asks for needs one."""
+    try:
+        if read_options().paths:
+            cache_dir = Path(__file__).resolve().parent.parent / "build" / "toolchain"
+            if find_nvcc(cache_dir / "cuda") is None:
+                install_cuda(cache_dir)
+    except BuildError as error:
+        print(f"flash_ext: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,22 +1,23 @@
 // Probe for sm100: fills memory with a value that has been through tensor memory. It proves compiler, CUTLASS headers,
 // library, binding and stream before any attention.
 //
-// Warp 0 of a CTA allocates 32 columns of tensor memory; each of the 4 warps stores the value to its own 32 lanes of one
-// column (tcgen05.st) and loads it back (tcgen05.ld), so that the value a thread fills with is the one tensor memory held.
+// Warp 0 of a CTA allocates 32 columns of tensor memory; each of the 4 warps stores the value to its own 32 lanes of
+// one column (tcgen05.st) and loads it back (tcgen05.ld), so that the value a thread fills with is the one tensor
+// memory held.
 #include <cuda_runtime_api.h>
 #include <stdint.h>
 
+#include <cutlass/arch/barrier.h>
 #include <cute/arch/copy_sm100.hpp>
 #include <cute/arch/tmem_allocator_sm100.hpp>
-#include <cutlass/arch/barrier.h>
 
 #include "params.h"
 
 namespace flash_ext {
 namespace sm100 {
 
-constexpr int kProbeThreads = 128;   // one warpgroup: the 128 lanes of tensor memory
-constexpr int kProbeColumns = 32;    // the smallest allocation
+constexpr int kProbeThreads = 128;  // one warpgroup: the 128 lanes of tensor memory
+constexpr int kProbeColumns = 32;   // the smallest allocation
 constexpr int64_t kProbeMaxBlocks = 1024;
 
 // data: (count) fp32.
@@ -53,7 +54,7 @@ int32_t probe(float* data, int64_t count, float value, const LaunchContext* cont
     const int64_t blocks = (count + sm100::kProbeThreads - 1) / sm100::kProbeThreads;
     const int grid = static_cast<int>(blocks < sm100::kProbeMaxBlocks ? blocks : sm100::kProbeMaxBlocks);
     sm100::probe_kernel<<<grid, sm100::kProbeThreads, 0, static_cast<cudaStream_t>(context->stream)>>>(data, count,
-                                                                                                      value);
+                                                                                                       value);
     return cudaGetLastError();
 }
 

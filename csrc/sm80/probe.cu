@@ -23,7 +23,7 @@ int32_t probe(float* data, int64_t count, float value, const LaunchContext* cont
     const int64_t blocks = (count + sm80::kProbeThreads - 1) / sm80::kProbeThreads;
     const int grid = static_cast<int>(blocks < sm80::kProbeMaxBlocks ? blocks : sm80::kProbeMaxBlocks);
     sm80::probe_kernel<<<grid, sm80::kProbeThreads, 0, static_cast<cudaStream_t>(context->stream)>>>(data, count,
-                                                                                                    value);
+                                                                                                     value);
     return cudaGetLastError();
 }
 

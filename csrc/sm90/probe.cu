@@ -2,7 +2,8 @@
 // binding and stream before any attention.
 //
 // A CTA writes the value once to a tile in shared memory, then stores that tile to every slice of the output that falls
-// to it (cp.async.bulk, 16-byte aligned); plain stores write what lies before the first and after the last aligned slice.
+// to it (cp.async.bulk, 16-byte aligned); plain stores write what lies before the first and after the last aligned
+// slice.
 #include <cuda_runtime_api.h>
 #include <stdint.h>
 
@@ -54,7 +55,7 @@ int32_t probe(float* data, int64_t count, float value, const LaunchContext* cont
     const int64_t blocks = (count + sm90::kProbeTile - 1) / sm90::kProbeTile;
     const int grid = static_cast<int>(blocks < sm90::kProbeMaxBlocks ? blocks : sm90::kProbeMaxBlocks);
     sm90::probe_kernel<<<grid, sm90::kProbeThreads, 0, static_cast<cudaStream_t>(context->stream)>>>(data, count,
-                                                                                                    value);
+                                                                                                     value);
     return cudaGetLastError();
 }
 

@@ -10,15 +10,14 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import flash_ext
-
-PATHS = ("sm80", "sm90", "sm100")
+from flash_ext import _C
+from flash_ext.support_table import kernels_of_source, replace_table, support_table
 
 # Read at run time; README says what each does.
 ENVIRONMENT = (
@@ -129,3 +128,68 @@ def print_pairs(pairs: list[tuple[str, str]]) -> None:
     width = max((len(name) for name, _ in pairs), default=0)
     for name, value in pairs:
         print(f"  {name:<{width}}  {value}")
+
+
+def path_lines() -> list[tuple[str, str]]:
+    """Each path with its GPUs, and its library or why there is none."""
+    available = _C.available_paths()
+    lines = []
+    for path in _C.PATHS:
+        if path in available:
+            count = len(_C.kernels(path))
+            build = _C.library_build_info(path)
+            state = f"{count} kernel{'' if count == 1 else 's'}, CUDA {build.get('cuda', 'unknown')}"
+        else:
+            state = f"not built ({_C.library_file(path)} does not exist)"
+        lines.append((path, f"compute capability {_C.path_gpus(path)}: {state}"))
+    lines.append(("cpu", "any machine: through PyTorch"))
+    return lines
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``info``."""
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="everything as JSON")
+    form.add_argument("--support-table", action="store_true", help="only the support table, as markdown")
+    parser.add_argument("--source", type=Path, metavar="DIR", help="--support-table: of this source tree, not as built")
+    parser.add_argument(
+        "--update", type=Path, metavar="README.md", help="--support-table: put it into this file of a source tree"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints what was asked for; returns the exit code."""
+    if (arguments.source or arguments.update) and not arguments.support_table:
+        raise ValueError("flash_ext: --source and --update go with --support-table")
+    if arguments.support_table:
+        source = arguments.source or (arguments.update.resolve().parent if arguments.update else None)
+        table = support_table(kernels_of_source(source) if source else flash_ext.kernels())
+        if arguments.update:
+            text = arguments.update.read_text(encoding="utf-8")
+            arguments.update.write_text(replace_table(text, table), encoding="utf-8")
+        else:
+            print(table)
+        return 0
+    description = machine()
+    set_variables = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+    if arguments.json:
+        everything = {
+            "machine": description,
+            "environment": set_variables,
+            "build": flash_ext.build_info(),
+            "kernels": flash_ext.kernels(),
+        }
+        print(json.dumps(everything, indent=1))
+        return 0
+    print("Machine")
+    print_pairs(machine_lines(description))
+    print("\nPaths")
+    print_pairs(path_lines())
+    if set_variables:
+        print("\nEnvironment")
+        print_pairs(list(set_variables.items()))
+    kernels = flash_ext.kernels()
+    print(f"\nKernels ({len(kernels)} built, from {_C.library_dir()})")
+    for kernel in kernels:
+        print(f"  {kernel['name']:<52} {kernel['shared_memory'] / 1024:6.1f} KB  {', '.join(kernel['features'])}")
+    return 0

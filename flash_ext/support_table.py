@@ -108,7 +108,9 @@ def support_table(kernels: Iterable[Kernel]) -> str:
         One row per path, direction and set of equal abilities; no newline at the end.
     """
     listed = list(kernels)
-    rows = [("path", "GPUs (compute capability)", "direction", "dtypes", "native head dims", "options")]
+    rows: list[tuple[str, ...]] = [
+        ("path", "GPUs (compute capability)", "direction", "dtypes", "native head dims", "options")
+    ]
     rows.append(("---",) * len(rows[0]))
     for path in GPUS:
         for direction in ("forward", "backward"):

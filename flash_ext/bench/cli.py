@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import os
 import statistics
@@ -25,6 +26,7 @@ from flash_ext.bench.report import print_comparison, print_recording
 from flash_ext.bench.rows import DIRECTIONS, Row, load_rows, select_rows
 from flash_ext.bench.runner import measure
 from flash_ext.bench.timing import Timer
+from flash_ext.selection import FORCED_PATH
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -105,11 +107,24 @@ def _device(arguments: argparse.Namespace) -> torch.device:
     return torch.device(chosen)
 
 
-def _serving_path(row: Row, device: torch.device, dtype: torch.dtype) -> str:
-    """The path that flash_ext takes for a row on this device."""
-    small = Row(row.group, (64,), row.heads_q, row.heads_k, row.head_dim, row.causal)
-    inputs = make_inputs(small, device, dtype, requires_grad=False)
-    return str(flash_ext.explain(inputs.q, inputs.k, inputs.v, causal=row.causal).path)
+def _serving_path(rows: list[Row], device: torch.device, dtype: torch.dtype) -> str:
+    """The path that flash_ext takes on this device: the forced one, else that of the first row it can serve."""
+    if FORCED_PATH is not None:
+        return FORCED_PATH
+    for row in rows:
+        small = dataclasses.replace(row, lengths=(64,))
+        inputs = make_inputs(small, device, dtype, requires_grad=False)
+        path = flash_ext.explain(
+            inputs.q,
+            inputs.k,
+            inputs.v,
+            cu_seqlens_q=inputs.cu_seqlens,
+            cu_seqlens_k=inputs.cu_seqlens,
+            causal=row.causal,
+        ).path
+        if path is not None:
+            return path
+    return "none"
 
 
 def _new_recording(arguments: argparse.Namespace, device: torch.device, path: str) -> results.Recording:
@@ -144,7 +159,7 @@ def _measure(arguments: argparse.Namespace, console: Console) -> results.Recordi
     rows = select_rows(device.type, arguments.rows, arguments.quick)
     directions = DIRECTIONS if arguments.direction == "both" else (arguments.direction,)
     providers = providers_for(device.type)
-    path = _serving_path(rows[0], device, dtype)
+    path = _serving_path(rows, device, dtype)
     warmup_ms, rep_ms = (_QUICK_TURN_MS if arguments.quick else _TURN_MS)[device.type]
     timer = Timer(device.type, warmup_ms, rep_ms)
     recording = _new_recording(arguments, device, path)
@@ -185,7 +200,7 @@ def _measure(arguments: argparse.Namespace, console: Console) -> results.Recordi
 def _measure_host(arguments: argparse.Namespace, console: Console) -> results.Recording:
     device, dtype = _device(arguments), DTYPES[arguments.dtype]
     providers: list[Provider] = providers_for(device.type)
-    path = _serving_path(load_rows()[0], device, dtype)
+    path = _serving_path(load_rows(), device, dtype)
     recording = _new_recording(arguments, device, path)
     info.print_pairs(info.machine_lines(recording.machine))
     console.print(f"\nPath {path}: host time of a forward call without gradients, (1, 1, 1, 64).\n", highlight=False)
@@ -214,7 +229,7 @@ def _progress(console: Console) -> Progress:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    return Progress(*columns, console=console, transient=True)
+    return Progress(*columns, console=console, transient=console.is_terminal)
 
 
 def _duration(seconds: float) -> str:

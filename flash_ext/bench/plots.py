@@ -74,6 +74,7 @@ def _draw_speeds(axes: Any, measurements: list[Measurement], providers: list[str
 def _draw_ratios(axes: Any, measurements: list[Measurement], recording: Recording) -> None:
     reference = measurements[0].reference
     colour = COLOURS[OURS]
+    has_goal = False
     for row, measurement in enumerate(measurements):
         ours, theirs = measurement.seconds.get(OURS), measurement.seconds.get(reference)
         if not ours or not theirs:
@@ -82,11 +83,13 @@ def _draw_ratios(axes: Any, measurements: list[Measurement], recording: Recordin
         median = measurement.ratio(OURS, reference)
         axes.plot([row] * len(rounds), rounds, "o", color=colour, alpha=0.4, markersize=4)
         axes.plot([row - 0.28, row + 0.28], [median] * 2, color=colour, linewidth=2.5)
-        goal = judge(measurement, recording).goal if measurement.share_of is None else None
+        goal = None if measurement.held_to_share else judge(measurement, recording).goal
         if goal is not None:
-            axes.plot([row - 0.4, row + 0.4], [goal] * 2, color="black", linewidth=1.2, linestyle=(0, (3, 2)))
+            label = None if has_goal else "floor"
+            has_goal = True
+            style = {"color": "black", "linewidth": 1.2, "linestyle": (0, (3, 2))}
+            axes.plot([row - 0.4, row + 0.4], [goal] * 2, zorder=3, label=label, **style)
     axes.plot([], [], color=colour, linewidth=2.5, label="flash_ext, median of the rounds (dots: each round)")
-    axes.plot([], [], color="black", linewidth=1.2, linestyle=(0, (3, 2)), label="floor")
     axes.axhline(1.0, color=COLOURS.get(reference, "#999999"), linewidth=1.5, label=LABELS.get(reference, reference))
     axes.set_ylabel(f"speed over {LABELS.get(reference, reference)}")
     axes.grid(axis="y", alpha=0.3)

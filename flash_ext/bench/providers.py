@@ -98,15 +98,13 @@ class Provider:
 def _bind_flash_ext(x: Inputs) -> Call:
     if x.cu_seqlens is None:
         return lambda: flash_ext.flash_attn_func(x.q, x.k, x.v, causal=x.causal)
-    longest = max(x.lengths)
-    return lambda: flash_ext.flash_attn_varlen_func(
-        x.q, x.k, x.v, x.cu_seqlens, x.cu_seqlens, longest, longest, causal=x.causal
-    )
+    ends, longest = x.cu_seqlens, max(x.lengths)
+    return lambda: flash_ext.flash_attn_varlen_func(x.q, x.k, x.v, ends, ends, longest, longest, causal=x.causal)
 
 
 def _bind_sdpa(x: Inputs) -> Call:
     """`torch.nn.functional.scaled_dot_product_attention`; packed sequences as a nested tensor of jagged layout."""
-    grouped = {"enable_gqa": True} if x.grouped else {}
+    grouped: dict[str, Any] = {"enable_gqa": True} if x.grouped else {}
     if x.cu_seqlens is None:
         q, k, v = (tensor.transpose(1, 2) for tensor in (x.q, x.k, x.v))
         return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=x.causal, **grouped).transpose(1, 2)
@@ -157,9 +155,7 @@ def _bind_fa3(x: Inputs) -> Call:
         return lambda: first(library.flash_attn_func(x.q, x.k, x.v, causal=x.causal))
     longest = max(x.lengths)
     return lambda: first(
-        library.flash_attn_varlen_func(
-            x.q, x.k, x.v, x.cu_seqlens, x.cu_seqlens, longest, longest, causal=x.causal
-        )
+        library.flash_attn_varlen_func(x.q, x.k, x.v, x.cu_seqlens, x.cu_seqlens, longest, longest, causal=x.causal)
     )
 
 

@@ -33,20 +33,20 @@ def print_recording(recording: Recording, console: Console) -> None:
             table.add_column(name, justify="right")
         for name in compared:
             table.add_column(f"/ {name}", justify="right")
-        for title in ("goal", "of goal", "verdict"):
+        judged = any(word != "-" for word in summary.counts)
+        for title in ("goal", "of goal", "verdict") if judged else ():
             table.add_column(title, justify="right")
         for measurement in recording.measurements:
             if measurement.direction != summary.direction:
                 continue
             verdict = judge(measurement, recording)
             style = _STYLE.get(verdict.word, "")
+            word = f"[{style}]{verdict.word}[/]" if style else verdict.word
             table.add_row(
                 measurement.row,
                 *(_speed(measurement.tflops(name)) for name in providers),
                 *(_number(measurement.ratio(OURS, name), 3) for name in compared),
-                _number(verdict.goal, 2),
-                _number(verdict.score, 3),
-                f"[{style}]{verdict.word}[/]" if style else verdict.word,
+                *((_number(verdict.goal, 2), _number(verdict.score, 3), word) if judged else ()),
             )
         console.print(table)
         counts = ", ".join(f"{count} {word}" for word, count in summary.counts.items() if word != "-")
@@ -72,8 +72,8 @@ def _print_unavailable(measurements: list[Measurement], console: Console) -> Non
 def print_comparison(before: Recording, after: Recording, names: tuple[str, str], console: Console) -> int:
     """Compares two recordings row by row; returns how many rows they share.
 
-    The speeds of two runs differ by a few percent for every provider, so the change of the ratio to the reference, taken
-    within each run, stands beside the change of the speed.
+    The speeds of two runs differ by a few percent for every provider, so the change of the ratio to the reference,
+    taken within each run, stands beside the change of the speed.
     """
     console.print(f"A: {names[0]} ({before.created}, {_device(before)})", highlight=False, markup=False)
     console.print(f"B: {names[1]} ({after.created}, {_device(after)})", highlight=False, markup=False)

@@ -20,6 +20,9 @@ OURS = "flash_ext"
 # Two runs of the same kernel differ by up to 2 %, so 0.98 of a floor is a tie.
 TIE = 0.98
 
+# Fewer rounds than this are for a first look: they meet no floor.
+MIN_ROUNDS = 3
+
 
 @dataclass
 class Measurement:
@@ -42,7 +45,10 @@ class Measurement:
     floor : float or None
         The ratio to the reference that flash_ext is held to.
     share_of : tuple of (str, float) or None
-        Another row, and the share of flash_ext's own speed there that this row is held to instead of a floor.
+        Another row, and the share of flash_ext's own speed there that this row is held to if it has no floor, or if the
+        reference cannot serve it.
+    kernel : str
+        What flash_ext runs: a kernel's name, ``cpu``, or empty if it refuses.
     """
 
     row: str
@@ -55,6 +61,12 @@ class Measurement:
     seconds: dict[str, list[float]] = field(default_factory=dict)
     unavailable: dict[str, str] = field(default_factory=dict)
     difference: dict[str, float] = field(default_factory=dict)
+    kernel: str = ""
+
+    @property
+    def held_to_share(self) -> bool:
+        """Judged by flash_ext's own speed on another row rather than by the reference's on this one."""
+        return self.share_of is not None and (self.floor is None or self.reference not in self.seconds)
 
     def tflops(self, provider: str) -> float | None:
         """TFLOP/s at the median over the rounds, or None if the provider was not measured."""
@@ -118,7 +130,7 @@ def judge(measurement: Measurement, recording: Recording) -> Verdict:
         return Verdict(measurement.floor, None, None, "not run")
     goal = measurement.floor
     reached = measurement.ratio(OURS, measurement.reference)
-    if measurement.share_of is not None:
+    if measurement.share_of is not None and measurement.held_to_share:
         other = recording.find(measurement.share_of[0], measurement.direction)
         speed, other_speed = measurement.tflops(OURS), other.tflops(OURS) if other else None
         goal = measurement.share_of[1] if other_speed else None
@@ -145,7 +157,7 @@ class Summary:
     counts : dict
         Verdict to number of rows.
     meets : bool
-        The mean score is at least 1.00 and no row is below a tie or without a result.
+        The mean score is at least 1.00, no row is below a tie or without a result, and there were enough rounds.
     """
 
     direction: str
@@ -161,17 +173,19 @@ def summarise(recording: Recording) -> list[Summary]:
     for direction in dict.fromkeys(m.direction for m in recording.measurements):
         scores, ratios = [], []
         counts: dict[str, int] = {}
-        for measurement in (m for m in recording.measurements if m.direction == direction):
+        measurements = [m for m in recording.measurements if m.direction == direction]
+        for measurement in measurements:
             verdict = judge(measurement, recording)
             counts[verdict.word] = counts.get(verdict.word, 0) + 1
-            if measurement.share_of is None and verdict.score is not None:
+            if verdict.score is not None and not measurement.held_to_share:
                 scores.append(verdict.score)
             ratio = measurement.ratio(OURS, measurement.reference)
-            if measurement.share_of is None and ratio is not None:
+            if ratio is not None and not measurement.held_to_share:
                 ratios.append(ratio)
         mean = geometric_mean(scores)
         # A row without a verdict counts against it: what was not measured is not met.
         meets = mean is not None and mean >= 1.0 and set(counts) <= {"pass", "tie"}
+        meets = meets and all(len(m.seconds[OURS]) >= MIN_ROUNDS for m in measurements)
         summaries.append(Summary(direction, mean, geometric_mean(ratios), counts, meets))
     return summaries
 

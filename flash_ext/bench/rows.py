@@ -36,7 +36,8 @@ class Row:
     causal : bool
         Lower-triangular mask.
     packed : bool
-        True: the sequences lie behind one another, ``(total, heads, head_dim)``; False: ``(batch, seqlen, heads, head_dim)``.
+        True: the sequences lie behind one another, ``(total, heads, head_dim)``; False:
+        ``(batch, seqlen, heads, head_dim)``.
     floors : dict
         Direction to the speed, as a ratio to cuDNN, that flash_ext is held to. Empty: none.
     share_of : tuple of (str, float) or None

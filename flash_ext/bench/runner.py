@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import flash_ext
 from flash_ext.bench.providers import Inputs, Provider, make_inputs
 from flash_ext.bench.results import OURS, Measurement
 from flash_ext.bench.rows import Row
@@ -51,11 +52,11 @@ def measure(
     on_turn : callable
         Called once for each provider and round, measured or not.
     """
-    floor = row.floors.get(direction)
-    if floor is not None and reference == "fa2":
-        floor = 1.0
+    # The floors of rows.toml are ratios to cuDNN.
+    floor = 1.0 if reference == "fa2" else row.floors.get(direction)
     measurement = Measurement(row.name, row.group, direction, row.flop(direction), reference, floor, row.share_of)
     inputs = make_inputs(row, device, dtype, requires_grad=direction == "backward")
+    measurement.kernel = kernel_of(inputs, direction)
     calls: dict[str, Callable[[], Any]] = {}
     expected: tuple[Tensor, ...] | None = None
     # PyTorch's providers come first here: their results are what the others' are compared with.
@@ -83,6 +84,20 @@ def measure(
     for _ in range((len(providers) - len(ordered)) * rounds):
         on_turn()
     return measurement
+
+
+def kernel_of(inputs: Inputs, direction: str) -> str:
+    """What flash_ext runs for these inputs: a kernel's name, ``cpu``, or empty if it refuses."""
+    choice = flash_ext.explain(
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        cu_seqlens_q=inputs.cu_seqlens,
+        cu_seqlens_k=inputs.cu_seqlens,
+        causal=inputs.causal,
+        direction="backward" if direction == "backward" else "forward",
+    )
+    return choice.kernel or choice.path or ""
 
 
 def _call_to_time(provider: Provider, inputs: Inputs, direction: str) -> Callable[[], Any]:

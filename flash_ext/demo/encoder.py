@@ -1,8 +1,8 @@
 """A BERT encoder for sentence embeddings in plain PyTorch, with the attention left open.
 
-All layers but attention act on one token at a time, so the same code runs on padded tokens ``(batch, seqlen, hidden)`` and
-on packed ones ``(total, hidden)``. Two attentions are given: the usual padded one in fp32, and flash_ext's on packed
-tokens in bf16, with the padding removed before the first layer and put back after the last, as one does in training.
+All layers but attention act on one token at a time, so the same code runs on padded tokens ``(batch, seqlen, hidden)``
+and on packed ones ``(total, hidden)``. Two attentions are given: the usual padded one in fp32, and flash_ext's on
+packed tokens in bf16, with the padding removed before the first layer and put back after the last, as in training.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from flash_ext.demo.model_files import ModelFiles
 # q, k, v (..., heads, head_dim) -> out (..., heads, head_dim)
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
+Tokenize = Callable[[list[str]], tuple[Tensor, Tensor]]
+
 MAX_TOKENS = 256
 
 
@@ -39,40 +41,49 @@ class Encoder:
 
     Parameters
     ----------
-    files : ModelFiles
-        Configuration, tokenizer and weights (fp16 or fp32; computed in fp32).
-    device : torch.device
-
-    Raises
-    ------
-    ImportError
-        If ``safetensors`` or ``tokenizers`` is not installed.
+    shape : Shape
+    weights : dict of str to Tensor
+        By the names of the published checkpoints, fp32.
+    tokenize : callable
+        Sentences to token ids and mask (1: token, 0: padding), both ``(batch, seqlen)`` int64.
     """
 
-    def __init__(self, files: ModelFiles, device: torch.device) -> None:
+    def __init__(self, shape: Shape, weights: dict[str, Tensor], tokenize: Tokenize) -> None:
+        self.shape = shape
+        self.weights = weights
+        self.tokenize = tokenize
+
+    @classmethod
+    def load(cls, files: ModelFiles, device: torch.device) -> Encoder:
+        """The encoder of these files on a device; weights may be stored in fp16 or fp32.
+
+        Raises
+        ------
+        ModuleNotFoundError
+            If ``safetensors`` or ``tokenizers`` is not installed.
+        """
         config = json.loads(files.config)
-        self.shape = Shape(config["num_hidden_layers"], config["num_attention_heads"], config["layer_norm_eps"])
-        self.device = device
-        self.tokenizer = importlib.import_module("tokenizers").Tokenizer.from_str(files.tokenizer.decode("utf-8"))
-        self.tokenizer.enable_truncation(MAX_TOKENS)
-        self.tokenizer.enable_padding()  # to the longest sentence of a batch
-        weights = importlib.import_module("safetensors.torch").load(files.weights)
-        self.weights: dict[str, Tensor] = {
+        shape = Shape(config["num_hidden_layers"], config["num_attention_heads"], config["layer_norm_eps"])
+        tokenizer = importlib.import_module("tokenizers").Tokenizer.from_str(files.tokenizer.decode("utf-8"))
+        tokenizer.enable_truncation(MAX_TOKENS)
+        tokenizer.enable_padding()  # to the longest sentence of a batch
+
+        def tokenize(sentences: list[str]) -> tuple[Tensor, Tensor]:
+            encodings = tokenizer.encode_batch(sentences)
+            ids = torch.tensor([encoding.ids for encoding in encodings], device=device)
+            return ids, torch.tensor([encoding.attention_mask for encoding in encodings], device=device)
+
+        stored: dict[str, Tensor] = importlib.import_module("safetensors.torch").load(files.weights)
+        weights = {
             name: tensor.to(device=device, dtype=torch.float32)
-            for name, tensor in weights.items()
+            for name, tensor in stored.items()
             if tensor.is_floating_point()
         }
+        return cls(shape, weights, tokenize)
 
     @property
     def parameters(self) -> int:
         return sum(tensor.numel() for tensor in self.weights.values())
-
-    def tokenize(self, sentences: list[str]) -> tuple[Tensor, Tensor]:
-        """Token ids and mask (1: token, 0: padding), both ``(batch, seqlen)`` int64."""
-        encodings = self.tokenizer.encode_batch(sentences)
-        ids = torch.tensor([encoding.ids for encoding in encodings], device=self.device)
-        mask = torch.tensor([encoding.attention_mask for encoding in encodings], device=self.device)
-        return ids, mask
 
     def embed_with_plain_attention(self, sentences: list[str]) -> Tensor:
         """Sentence embeddings ``(batch, hidden)``: padded tokens, attention from the formula, everything in fp32."""
@@ -136,8 +147,15 @@ def packed_attention(cu_seqlens: Tensor, max_seqlen: int) -> Attention:
     """flash_ext's attention in bf16 on packed tokens; the result comes back in the dtype of q."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        half = [tensor.to(torch.bfloat16) for tensor in (q, k, v)]
-        out = flash_ext.flash_attn_varlen_func(*half, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+        out = flash_ext.flash_attn_varlen_func(
+            q.to(torch.bfloat16),
+            k.to(torch.bfloat16),
+            v.to(torch.bfloat16),
+            cu_seqlens,
+            cu_seqlens,
+            max_seqlen,
+            max_seqlen,
+        )
         return out.to(q.dtype)
 
     return attend

@@ -1,8 +1,8 @@
 """The choice of a path: which library's kernels serve a call, and what to say when none can.
 
 The GPU's compute capability picks the path, the most specific first; the sm80 path serves what that one cannot. What
-no built kernel can do is refused with the reason: a CUDA tensor never ends on the cpu path unless ``FLASH_EXT_PATH=cpu``
-says so.
+no built kernel can do is refused with the reason: a CUDA tensor never ends on the cpu path unless
+``FLASH_EXT_PATH=cpu`` says so.
 
 Environment, read once at import: ``FLASH_EXT_PATH`` (sm80, sm90, sm100 or cpu) forces a path; ``FLASH_EXT_EMULATE``
 (sm80, sm90 or sm100) makes CPU tensors the device tensors of that path, whose library must then be linked against the

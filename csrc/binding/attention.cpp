@@ -112,7 +112,9 @@ class Call {
 
     // Replaces an input that a kernel cannot read in place by a packed copy, which lives as long as the call.
     void make_launchable(Tensor* tensor) {
-        if (!is_launchable(*tensor)) pack(tensor);
+        if (is_launchable(*tensor)) return;
+        pack(tensor);
+        require_launchable(*tensor);
     }
 
     void make_contiguous(Tensor* tensor) {
@@ -130,6 +132,7 @@ class Call {
         if (is_launchable(*tensor)) return;
         const py::handle target = tensor->object;
         pack(tensor);
+        require_launchable(*tensor);
         write_back_.emplace_back(target, tensor->object);
     }
 
@@ -221,12 +224,13 @@ class Call {
 
     void pack(Tensor* tensor) {
         held_.push_back(packed_copy(*tensor));
-        const Tensor copy = read(held_.back(), tensor->name);
-        if (copy.ndim >= 3 && !is_launchable(copy)) {
-            raise_value_error(copy.describe() + ": " + packing_reason(copy) +
-                              " even in a packed copy; head_dim must be a multiple of 8");
-        }
-        *tensor = copy;
+        *tensor = read(held_.back(), tensor->name);
+    }
+
+    static void require_launchable(const Tensor& packed) {
+        if (is_launchable(packed)) return;
+        raise_value_error(packed.describe() + ": " + packing_reason(packed) +
+                          " even in a packed copy; head_dim must be a multiple of 8");
     }
 
     Library& library_;
@@ -240,9 +244,9 @@ class Call {
 // Requires a shape; -1 stands for any extent.
 void require_shape(const Tensor& tensor, std::initializer_list<int64_t> shape) {
     bool fits = tensor.ndim == static_cast<int32_t>(shape.size());
-    int i = 0;
-    if (fits) {
-        for (const int64_t extent : shape) fits = fits && (extent < 0 || tensor.shape[i++] == extent);
+    for (int i = 0; fits && i < tensor.ndim; ++i) {
+        const int64_t extent = shape.begin()[i];
+        fits = extent < 0 || tensor.shape[i] == extent;
     }
     if (fits) return;
     std::string text;
@@ -344,7 +348,7 @@ void fill(Call& call, Tensor q, py::handle k_object, py::handle v_object, const 
         static_cast<const int32_t*>(read_vector(options.seqused_k, "seqused_k", ElementType::kInt32, batch));
     params->dropout_threshold = dropout_threshold(options.dropout_p);
     if (params->dropout_threshold != 0) {
-        if (options.rng_state.is_none()) raise_value_error("dropout_p > 0 needs rng_state");
+        if (options.rng_state.is_none()) raise_value_error("rng_state is None; dropout_p > 0 needs it");
         params->rng_state =
             static_cast<const int64_t*>(read_vector(options.rng_state, "rng_state", ElementType::kInt64, 2));
     }

@@ -76,7 +76,11 @@ Library::Library(std::string_view path) : path_(path) {
                             " does not exist. Build it with FLASH_EXT_PATHS=" + path_ +
                             " pip install ., or set FLASH_EXT_LIBRARY_DIR to the folder that holds it");
     }
-    void* handle = dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL);
+    struct Close {
+        void operator()(void* library) const { dlclose(library); }
+    };
+    std::unique_ptr<void, Close> library(dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL));
+    void* const handle = library.get();
     if (handle == nullptr) raise_runtime_error("cannot load " + file + ": " + dlerror());
 
     decltype(&flash_ext_abi_version) abi_version = nullptr;
@@ -97,6 +101,7 @@ Library::Library(std::string_view path) : path_(path) {
     find(handle, file, "flash_ext_error_name", &error_name_);
     find(handle, file, "flash_ext_error_string", &error_string_);
     kernels_ = kernels(&kernel_count_);
+    library.release();  // loaded for good
 }
 
 int32_t Library::choose(const KernelQuery& query, std::string* reason) {

@@ -82,7 +82,9 @@ py::dict device_info(std::string_view path, int32_t device) {
     return result;
 }
 
-py::dict parse_json(const char* text) { return py::module_::import("json").attr("loads")(text); }
+py::dict parse_json(const char* text) {
+    return py::module_::import("json").attr("loads")(text);
+}
 
 py::dict build_info() {
     py::dict result = parse_json(kModuleBuildInfo);
@@ -90,7 +92,9 @@ py::dict build_info() {
     return result;
 }
 
-py::dict library_build_info(std::string_view path) { return parse_json(Library::get(path).build_info()); }
+py::dict library_build_info(std::string_view path) {
+    return parse_json(Library::get(path).build_info());
+}
 
 py::dict tensor_info(py::handle object) {
     const Tensor tensor = read_tensor(object, "tensor");

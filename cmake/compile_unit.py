@@ -43,10 +43,7 @@ def main() -> int:
     if arguments.cutlass:
         nvcc += ["-isystem", relative_if_inside(toolchain["cutlass_include"])]
 
-    # For the same bytes in every folder: names of temporary files and of the source's folder would enter the object,
-    # the latter through a hash in the name of every internal variable (libcu++ has some). --objdir-as-tempdir makes
-    # --keep write beside the object, too.
-    nvcc += ["-Xcudafe", f"--orig_src_path_name,{arguments.source}", f"-frandom-seed={unit}"]
+    # --objdir-as-tempdir: else names of temporary files enter the object. It makes --keep write beside the object, too.
     command = [*nvcc, "-Xptxas", "-v", "--keep", "--objdir-as-tempdir"]
     command += ["-MD", "-MF", str(depfile), "-c", arguments.source, "-o", str(object_file)]
     environment = dict(os.environ)

@@ -265,6 +265,8 @@ def unit_source(kernel: Kernel, features: Mapping[str, str]) -> str:
     return f"""// Generated from csrc/kernels.toml.
 #include "{kernel.path}/{kernel.direction}.cuh"
 
+#include "api/abi.h"
+
 namespace flash_ext {{
 
 using Kernel_ = {kernel.path}::{direction}<DataType::{DTYPES[kernel.dtype]}, /*head_dim=*/{kernel.head_dim}, \

@@ -7,7 +7,8 @@ cmake_policy(SET CMP0116 OLD)
 set(THREADS_PREFER_PTHREAD_FLAG ON)
 find_package(Threads REQUIRED)
 
-# Every unit of every path. Not --use_fast_math: lse is exact to fp32, kernels name the fast instructions they want.
+# Every unit of every path; what decides the object's bytes stands here, not in cmake/compile_unit.py, so that a change
+# compiles the units again. Not --use_fast_math: lse is exact to fp32, kernels name the fast instructions they want.
 set(unit_flags
   -std=c++20 -O3 --compress-mode=size
   -Icsrc
@@ -20,27 +21,24 @@ file(GLOB api_sources CONFIGURE_DEPENDS "${CMAKE_SOURCE_DIR}/csrc/api/*.cpp")
 
 foreach(path IN LISTS FLASH_EXT_PATHS)
   set(path_dir "${FLASH_EXT_BUILD_DIR}/${path}")
-  include("${path_dir}/units.cmake")  # units, unit_gencode, unit_needs_cutlass: from csrc/kernels.toml
+  # From csrc/kernels.toml: unit_gencode, unit_needs_cutlass, and the names and sources of the units.
+  include("${path_dir}/units.cmake")
 
   set(objects)
-  foreach(unit IN LISTS units ITEMS "${path}_probe")
-    if(unit STREQUAL "${path}_probe")
-      set(source "${CMAKE_SOURCE_DIR}/csrc/${path}/probe.cu")
-    else()
-      set(source "${path_dir}/generated/${unit}.cu")
-    endif()
+  foreach(unit source IN ZIP_LISTS units unit_sources)
     set(folder "${path_dir}/units/${unit}")
-    # nvcc gets paths relative to the source folder: cmake/compile_unit.py says why.
-    file(RELATIVE_PATH relative_source "${CMAKE_SOURCE_DIR}" "${source}")
     file(RELATIVE_PATH relative_folder "${CMAKE_SOURCE_DIR}" "${folder}")
+    # `source` is relative to the source folder, where the command runs. cudafe++ would make it absolute and put its hash
+    # into the name of every internal variable (libcu++ has some): it is given the relative one once more.
     add_custom_command(
       OUTPUT "${folder}/${unit}.o"
       BYPRODUCTS "${folder}/${unit}.ptx" "${folder}/report.json"
       COMMAND "${FLASH_EXT_BUILD_DIR}/toolchain/compile_unit"
-              --unit "${unit}" --source "${relative_source}" --folder "${relative_folder}"
+              --unit "${unit}" --source "${source}" --folder "${relative_folder}"
               "$<$<BOOL:${unit_needs_cutlass}>:--cutlass>" --
-              ${unit_flags} -gencode "${unit_gencode}"
-      DEPENDS "${source}" "${FLASH_EXT_BUILD_DIR}/toolchain/fingerprint.txt"
+              ${unit_flags} -gencode "${unit_gencode}" "-frandom-seed=${unit}"
+              -Xcudafe "--orig_src_path_name,${source}"
+      DEPENDS "${CMAKE_SOURCE_DIR}/${source}" "${FLASH_EXT_BUILD_DIR}/toolchain/fingerprint.txt"
       DEPFILE "${folder}/${unit}.d"
       WORKING_DIRECTORY "${CMAKE_SOURCE_DIR}"
       COMMENT "${unit}"

@@ -125,14 +125,14 @@ def build_libraries(options: Options, force: bool) -> dict[str, Path]:
             "gencode": table.paths[path].gencode,
         }
         names = generate.generate(SOURCE_DIR, BUILD_DIR / path, path, info)
+        units[path] = {name: f"build/{path}/generated/{name}.cu" for name in names} | hand_written_units(path)
         generate.write_if_changed(
             BUILD_DIR / path / "units.cmake",
             f'set(unit_gencode "{table.paths[path].gencode}")\n'
             f"set(unit_needs_cutlass {'ON' if table.paths[path].needs_cutlass else 'OFF'})\n"
-            f"set(units {' '.join(names)})\n",
+            f"set(units {' '.join(units[path])})\n"
+            f"set(unit_sources {' '.join(units[path].values())})\n",
         )
-        units[path] = {name: f"build/{path}/generated/{name}.cu" for name in names}
-        units[path][f"{path}_probe"] = f"csrc/{path}/probe.cu"
         remove_stale_units(BUILD_DIR / path / "units", units[path])
 
     cmake_dir = BUILD_DIR / "cmake"
@@ -148,6 +148,12 @@ def build_libraries(options: Options, force: bool) -> dict[str, Path]:
     )
     run_ninja(cmake_dir, options.jobs, force)
     return check_libraries(options, table, units)
+
+
+def hand_written_units(path: str) -> dict[str, str]:
+    """The .cu files of csrc/<path> and, for every path, of csrc/common: unit name to source file."""
+    files = [file for folder in ("common", path) for file in sorted((SOURCE_DIR / "csrc" / folder).glob("*.cu"))]
+    return {f"{path}_{file.stem}": str(file.relative_to(SOURCE_DIR)) for file in files}
 
 
 def check_libraries(options: Options, table: generate.Table, units: Mapping[str, Mapping[str, str]]) -> dict[str, Path]:

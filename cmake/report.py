@@ -172,8 +172,10 @@ def table(reports: Iterable[Mapping[str, Any]], shared_memory: Mapping[str, int]
             spills = kernel["stack"] + kernel["spill_stores"] + kernel["spill_loads"]
             numbers = (kernel["name"], kernel["registers"], kernel["shared_memory"], spills)
             merged.setdefault(numbers, []).append(kernel["arch"])
-        several = len({numbers[0] for numbers in merged}) > 1
-        for number, ((name, registers, static, spills), archs) in enumerate(merged.items()):
+        names = list(dict.fromkeys(numbers[0] for numbers in merged))
+        several = len(names) > 1
+        by_name = sorted(merged.items(), key=lambda item: names.index(item[0][0]))
+        for number, ((name, registers, static, spills), archs) in enumerate(by_name):
             rows.append(
                 (
                     f"{unit}: {short_name(name)}" if several else unit,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import math
@@ -299,6 +300,22 @@ def test_packed_inputs() -> None:
     assert inputs.cu_seqlens is not None and inputs.cu_seqlens.tolist() == [0, 3, 4, 9]
     assert inputs.cu_seqlens.dtype == torch.int32
     assert inputs.v.requires_grad and not inputs.dout.requires_grad
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_packed_rows_reach_torch_as_jagged_tensors() -> None:
+    """PyTorch's CPU serves only full masks and equal heads this way; it shows that layouts and gradients are right."""
+    ours, sdpa = providers_for("cpu")
+    (row,) = (row for row in load_rows() if row.packed)
+    small = dataclasses.replace(row, lengths=(30, 5, 64), heads_q=2, heads_k=2, head_dim=16, causal=False)
+    inputs = make_inputs(small, CPU, torch.float16, requires_grad=True)
+    results = []
+    for provider in (ours, sdpa):
+        out = provider.bind(inputs)()
+        results.append((out, *torch.autograd.grad(out, (inputs.q, inputs.k, inputs.v), inputs.dout)))
+    for got, expected in zip(*results, strict=True):
+        assert got.shape == expected.shape
+        torch.testing.assert_close(got, expected, atol=5e-3, rtol=1e-2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -443,3 +444,31 @@ def test_gpu_suite_bench_and_compare_on_the_cpu(tmp_path: Path) -> None:
     failed = suite("compare", str(tmp_path / "bench.log"), "--out", str(tmp_path))
     assert failed.returncode == 1
     assert "FAILED: compare" in failed.stdout
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The README
+
+
+def test_readme_examples_run() -> None:
+    """Every Python block, in order, in one namespace, on the CPU."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) >= 6
+    q, k, v = (torch.randn(1, 8, 2, 16, dtype=torch.float16) for _ in range(3))
+    names: dict[str, Any] = {"q": q, "k": k, "v": v}
+    for block in blocks:
+        exec(block.replace("torch.cuda.is_available()", "False"), names)
+    assert names["dq"].shape == names["q"].shape
+
+
+def test_readme_names_every_environment_variable() -> None:
+    from flash_ext import info
+
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    reads = r"environ(?:ment)?(?:\.get)?\s*[\[(]|getenv\(|_read_(?:path|switch)\("
+    read = re.compile(rf"(?:{reads})\s*[\"'](FLASH_EXT_\w+)")
+    sources = [*ROOT.glob("flash_ext/**/*.py"), *ROOT.glob("cmake/*.py"), *ROOT.glob("csrc/**/*.[chu]*")]
+    used = {name for file in sources for name in read.findall(file.read_text(encoding="utf-8"))}
+    assert {"FLASH_EXT_POISON", "FLASH_EXT_CHECK", "FLASH_EXT_PATHS"} <= used  # the pattern still finds them
+    documented = set(re.findall(r"`(FLASH_EXT_\w+)`", readme))
+    assert used | set(info.ENVIRONMENT) <= documented

@@ -1,8 +1,8 @@
 """The one place that allocates what the kernels and the cpu path write: outputs and workspaces.
 
-With ``FLASH_EXT_POISON=1`` in the environment (read once, at import) every byte of a new tensor is set to 0xFF, which is
-NaN in fp16, bf16 and fp32 and -1 in the integer types, so that a result that was never written shows up in the tests.
-torch's own ``fill_uninitialized_memory`` acts only in its deterministic mode, which would select other kernels.
+With ``FLASH_EXT_POISON=1`` in the environment (read once, at import) every byte of a new tensor is set to 0xFF, which
+is NaN in fp16, bf16 and fp32 and -1 in the integer types, so that a result that was never written shows up in the
+tests. torch's own ``fill_uninitialized_memory`` acts only in its deterministic mode, which would select other kernels.
 """
 
 from __future__ import annotations

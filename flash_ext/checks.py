@@ -21,6 +21,7 @@ with Python 3.11 and torch 2.13, measured by::
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import numbers
 import os
@@ -69,7 +70,7 @@ def _shape(tensor: torch.Tensor) -> str:
 
 
 def _holds(condition: Any) -> bool:
-    """A comparison of sizes: of unknown (unbacked) symbolic ones it becomes a run-time assertion of the traced graph."""
+    """A comparison of sizes; of unknown (unbacked) symbolic ones a run-time assertion of the traced graph."""
     if condition is True or condition is False:
         return condition
     if isinstance(condition, torch.SymBool):
@@ -246,7 +247,7 @@ def _check_operands(q: Any, k: Any, v: Any, varlen: bool) -> None:
         raise refusal(ValueError, "k", f"has batch {k.shape[0]} (shape {_shape(k)})", f"the batch of q, {q.shape[0]}")
     if not _holds(k.shape[-1] == q.shape[-1]):
         raise refusal(ValueError, "k", f"has head_dim {k.shape[-1]}", f"the head_dim of q, {q.shape[-1]}")
-    if not all(_holds(v_extent == k_extent) for v_extent, k_extent in zip(v.shape[:-1], k.shape[:-1])):
+    if not all(_holds(v_extent == k_extent) for v_extent, k_extent in zip(v.shape[:-1], k.shape[:-1], strict=True)):
         expected = f"the shape of k but for head_dim, {(*k.shape[:-1], 'head_dim_v')}".replace("'", "")
         raise refusal(ValueError, "v", f"has shape {_shape(v)}", expected)
     if not _holds(q.shape[-2] % k.shape[-2] == 0):
@@ -306,7 +307,9 @@ def _check_sinks(sinks: Any, q: torch.Tensor) -> None:
 def _check_rng_state(rng_state: Any, dropout_p: float, q: torch.Tensor) -> None:
     if rng_state is None:
         if dropout_p > 0.0:
-            raise refusal(ValueError, "rng_state", f"is None while dropout_p is {dropout_p}", "an int64 tensor of shape (2)")
+            raise refusal(
+                ValueError, "rng_state", f"is None while dropout_p is {dropout_p}", "an int64 tensor of shape (2)"
+            )
         return
     check_tensor("rng_state", rng_state)
     if dropout_p == 0.0:
@@ -465,6 +468,17 @@ def check_forward(
         _validate(q, k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
 
 
+def _is_plain_like(tensor: Any, shape: tuple[int, ...], dtype: torch.dtype, q: torch.Tensor) -> bool:
+    """Whether a tensor of the backward is certainly fit. False says nothing: `check_backward` then decides."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.dtype is dtype
+        and tensor.shape == shape
+        and tensor.layout is torch.strided
+        and tensor.device == q.device
+    )
+
+
 def check_backward(
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
@@ -493,18 +507,25 @@ def check_backward(
     check_forward(q, k, v, **options)
     out_shape = (*q.shape[:-1], v.shape[-1])
     lse_shape = lse_shape_of(q)
-    for name, tensor, shape, dtype in (
+    if (
+        _is_plain_like(dout, out_shape, q.dtype, q)
+        and _is_plain_like(out, out_shape, q.dtype, q)
+        and _is_plain_like(lse, lse_shape, torch.float32, q)
+        and (dlse is None or _is_plain_like(dlse, lse_shape, torch.float32, q))
+    ):
+        return
+    arguments: list[tuple[str, Any, tuple[Any, ...], torch.dtype]] = [
         ("dout", dout, out_shape, q.dtype),
-        ("dlse", dlse, lse_shape, torch.float32),
         ("out", out, out_shape, q.dtype),
         ("lse", lse, lse_shape, torch.float32),
-    ):
-        if tensor is None and name == "dlse":
-            continue
+    ]
+    if dlse is not None:
+        arguments.append(("dlse", dlse, lse_shape, torch.float32))
+    for name, tensor, shape, dtype in arguments:
         check_tensor(name, tensor)
         if tensor.dtype is not dtype:
             raise refusal(TypeError, name, f"has dtype {tensor.dtype}", f"{dtype}")
-        if tensor.ndim != len(shape) or not all(_holds(a == b) for a, b in zip(tensor.shape, shape)):
+        if tensor.ndim != len(shape) or not all(_holds(a == b) for a, b in zip(tensor.shape, shape, strict=True)):
             raise refusal(ValueError, name, f"has shape {_shape(tensor)}", f"shape {shape}")
         _check_same_device(name, tensor, q)
 
@@ -541,11 +562,11 @@ def _validate(q: Any, k: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, seqused_q: A
             lengths = [operand.shape[1]] * operand.shape[0]
         else:
             starts = cu_seqlens.tolist()
-            lengths = [stop - start for start, stop in zip(starts, starts[1:])]
+            lengths = [stop - start for start, stop in itertools.pairwise(starts)]
             if starts[0] < 0 or starts[-1] > operand.shape[0] or any(length < 0 for length in lengths):
                 expected = f"ascending values from 0 to at most total_{side} = {operand.shape[0]}"
                 raise refusal(ValueError, f"cu_seqlens_{side}", f"is {starts}", expected)
         if seqused is not None:
             used = seqused.tolist()
-            if any(not 0 <= rows <= length for rows, length in zip(used, lengths)):
+            if any(not 0 <= rows <= length for rows, length in zip(used, lengths, strict=True)):
                 raise refusal(ValueError, f"seqused_{side}", f"is {used}", f"values from 0 to the lengths {lengths}")

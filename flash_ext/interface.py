@@ -4,8 +4,8 @@ Each function turns its arguments into the keywords of the operators and goes on
 them): past the dispatcher in plain eager mode, else through ``torch.ops.flash_ext.fwd``. Packed forms take strided
 views of the caller's tensor, never a copy.
 
-Host cost of ``flash_attn_func(q, k, v)`` without gradients, everything but `flash_ext.dispatch`: about 4.5 us (one core of
-a 2-core x86-64 server, Python 3.11, torch 2.13, where ``torch.empty_like`` takes 0.8 us), measured with dispatch replaced
+Host cost of ``flash_attn_func(q, k, v)`` without gradients, everything but `flash_ext.dispatch`: 4.5 us (one core of a
+2-core x86-64 server, Python 3.11, torch 2.13, where ``torch.empty_like`` takes 0.8 us), measured with dispatch replaced
 by a function that returns at once::
 
     python -m timeit -s "import torch, flash_ext; from flash_ext import dispatch" \\
@@ -16,11 +16,13 @@ by a function that returns at once::
 from __future__ import annotations
 
 import math
+import numbers
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch.nn.functional import pad
 
+from . import _C
 from .checks import (
     DTYPES,
     MAX_HEAD_DIM,
@@ -46,6 +48,7 @@ from .ops import (
     unpack,
     wants_gradient,
 )
+from .selection import path_of, uses_reference
 
 __all__ = [
     "flash_attn_func",
@@ -56,11 +59,21 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
 ]
 
-# out, (out, lse) or (out, lse, None), as return_lse and return_attn_probs say: one name for what a type cannot tell apart.
+# out, (out, lse) or (out, lse, None), as return_lse and return_attn_probs say.
 Result = Any
 
 _OPERAND_NAMES = {SEPARATE: ("q", "k", "v"), KV_PACKED: ("q", "kv"), QKV_PACKED: ("qkv",)}
 _is_compiling = torch.compiler.is_compiling
+
+
+def _number(value: Any) -> Any:
+    """Other libraries' integers and reals (NumPy's) as Python's; anything else as it is, for the checks to refuse."""
+    kind = type(value)
+    if kind is int or kind is float or kind is bool:
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real) else value
 
 
 def _check_packed(name: str, tensor: Any, parts: int, rank: int) -> None:
@@ -86,14 +99,16 @@ def _check_both_cu_seqlens(cu_seqlens_q: Any, cu_seqlens_k: Any, name: str | Non
 def _pad_head_dims(packing: int, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     """The caller's tensors with zeros up to the next multiple of 8 in the last dimension; 256 is the most."""
     if not _is_compiling():
-        for name, tensor in zip(_OPERAND_NAMES[packing], tensors):
+        for name, tensor in zip(_OPERAND_NAMES[packing], tensors, strict=True):
             check_tensor(name, tensor)
+            if tensor.dtype is not torch.float32:  # that one may be for autocast; of others not all can be padded
+                check_operand(name, tensor)
     if packing != QKV_PACKED:
         q, k = tensors[0], tensors[1]
         if q.shape[-1] != k.shape[-1]:  # padding could hide it
             name = _OPERAND_NAMES[packing][1]
             raise refusal(ValueError, name, f"has head_dim {k.shape[-1]}", f"the head_dim of q, {q.shape[-1]}")
-    return tuple(F.pad(tensor, (0, -tensor.shape[-1] % 8)) for tensor in tensors)
+    return tuple(pad(tensor, (0, -tensor.shape[-1] % 8)) for tensor in tensors)
 
 
 def _draw_rng_state(q: torch.Tensor) -> torch.Tensor:
@@ -101,14 +116,31 @@ def _draw_rng_state(q: torch.Tensor) -> torch.Tensor:
     return torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=q.device)
 
 
-def _with_rng_state(operands: tuple[torch.Tensor, ...], options: Options) -> Options:
+def _check_served(q: torch.Tensor, v: torch.Tensor, options: Options) -> None:
+    """Raise what `dispatch.forward` would raise where no kernel can do what the call asks for."""
+    if uses_reference(q):
+        return
+    get = options.get
+    deterministic = get("deterministic", False) or torch.are_deterministic_algorithms_enabled()
+    features = _C.features(
+        get("cu_seqlens_q"), get("cu_seqlens_k"), get("seqused_q"), get("seqused_k"), get("alibi_slopes"),
+        get("sinks"), get("softmax_scale"), get("causal", False), get("window_left", -1), get("window_right", -1),
+        get("softcap", 0.0), get("dropout_p", 0.0), deterministic,
+    )  # fmt: skip
+    path_of("forward", q, q.shape[-1], v.shape[-1], features)
+
+
+def _with_rng_state(operands: tuple[torch.Tensor, ...], options: Options, plain: bool) -> Options:
     """Check everything, so that a refused call leaves the generator as it was; then draw, if there is dropout."""
-    dropout_p = options["dropout_p"]
+    dropout_p = options.get("dropout_p", 0.0)
     check_probability(dropout_p)
-    check_forward(*operands, **{**options, "dropout_p": 0.0})
+    q, k, v = operands
+    check_forward(q, k, v, **{**options, "dropout_p": 0.0})
     if dropout_p == 0.0:
         return options
-    return {**options, "rng_state": _draw_rng_state(operands[0])}
+    if plain:
+        _check_served(q, v, options)
+    return {**options, "rng_state": _draw_rng_state(q)}
 
 
 def _cast_by_autocast(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -153,6 +185,7 @@ def _attention(
             raise refusal(ValueError, "return_lse", "is True with return_attn_probs=True", "one of the two")
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise refusal(TypeError, "window_size", f"is {window_size!r:.80}", "a pair of integers (left, right)")
+    window_left, window_right = window_size
 
     head_dim_v = 0  # that of out, once it is padded
     try:
@@ -165,47 +198,68 @@ def _attention(
         if softmax_scale is None:
             softmax_scale = 1.0 / math.sqrt(head_dim)
 
-    options: Options = {
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_k,
-        "max_seqlen_q": max_seqlen_q,
-        "max_seqlen_k": max_seqlen_k,
-        "seqused_q": seqused_q,
-        "seqused_k": seqused_k,
-        "block_table": block_table,
-        "softmax_scale": softmax_scale,
-        "causal": causal,
-        "window_left": window_size[0],
-        "window_right": window_size[1],
-        "softcap": softcap,
-        "alibi_slopes": alibi_slopes,
-        "sinks": learnable_sink,
-        "dropout_p": dropout_p,
-        "rng_state": None,
-        "q_descale": q_descale,
-        "k_descale": k_descale,
-        "v_descale": v_descale,
-        "num_splits": num_splits,
-        "sm_margin": sm_margin,
-        "deterministic": deterministic,
-    }
+    # Only what is not at its default, or not of its type: passing 22 keywords down three times would take 3 us.
+    options: Options = {}
+    if cu_seqlens_q is not None:
+        options["cu_seqlens_q"] = cu_seqlens_q
+    if cu_seqlens_k is not None:
+        options["cu_seqlens_k"] = cu_seqlens_k
+    if max_seqlen_q is not None:
+        options["max_seqlen_q"] = _number(max_seqlen_q)
+    if max_seqlen_k is not None:
+        options["max_seqlen_k"] = _number(max_seqlen_k)
+    if seqused_q is not None:
+        options["seqused_q"] = seqused_q
+    if seqused_k is not None:
+        options["seqused_k"] = seqused_k
+    if block_table is not None:
+        options["block_table"] = block_table
+    if softmax_scale is not None:
+        options["softmax_scale"] = _number(softmax_scale)
+    if causal is not False:
+        options["causal"] = causal
+    if type(window_left) is not int or window_left != -1:
+        options["window_left"] = _number(window_left)
+    if type(window_right) is not int or window_right != -1:
+        options["window_right"] = _number(window_right)
+    if type(softcap) is not float or softcap != 0.0:
+        options["softcap"] = _number(softcap)
+    if alibi_slopes is not None:
+        options["alibi_slopes"] = alibi_slopes
+    if learnable_sink is not None:
+        options["sinks"] = learnable_sink
+    if type(dropout_p) is not float or dropout_p != 0.0:
+        options["dropout_p"] = _number(dropout_p)
+    if q_descale is not None:
+        options["q_descale"] = q_descale
+    if k_descale is not None:
+        options["k_descale"] = k_descale
+    if v_descale is not None:
+        options["v_descale"] = v_descale
+    if type(num_splits) is not int or num_splits != 0:
+        options["num_splits"] = _number(num_splits)
+    if type(sm_margin) is not int or sm_margin != 0:
+        options["sm_margin"] = _number(sm_margin)
+    if deterministic is not False:
+        options["deterministic"] = deterministic
+
     if _is_compiling():  # the operator's fake checks
         q, k, v = unpack(packing, tensors)
         if dropout_p > 0.0:
             options["rng_state"] = _draw_rng_state(q)
         out, lse = fwd(q, k, v, **options)
     elif is_plain_eager(tensors, options):
-        if type(dropout_p) is not float or dropout_p != 0.0:
-            options = _with_rng_state(unpack(packing, tensors), options)
+        if "dropout_p" in options:
+            options = _with_rng_state(unpack(packing, tensors), options, plain=True)
         if wants_gradient((*tensors, learnable_sink)):
-            out, lse = Attention.apply(options, packing, learnable_sink, *tensors)
+            out, lse = Attention.apply(options, packing, True, learnable_sink, *tensors)
         else:
             q, k, v = unpack(packing, tensors)
             out, lse = run_forward(q, k, v, options)
     else:
         tensors = _cast_by_autocast(tensors)
         q, k, v = unpack(packing, tensors)
-        options = _with_rng_state((q, k, v), options)
+        options = _with_rng_state((q, k, v), options, plain=False)
         out, lse = fwd(q, k, v, **options)
 
     if head_dim_v:
@@ -242,7 +296,8 @@ def flash_attn_func(
 
     Query i sees key j as if the ends of both sequences were aligned: with ``causal`` the keys up to
     ``i + seqlen_k - seqlen_q``, with ``window_size=(left, right)`` those from ``i + seqlen_k - seqlen_q - left`` to
-    ``i + seqlen_k - seqlen_q + right``; both together intersect. A query that sees no key gets ``out`` 0 and ``lse`` -inf.
+    ``i + seqlen_k - seqlen_q + right``; both together intersect. A query that sees no key gets ``out`` 0 and ``lse``
+    -inf.
 
     Parameters
     ----------
@@ -251,13 +306,13 @@ def flash_attn_func(
         contiguous and the other strides are multiples of 16 bytes. ``head_dim`` is at most 256; one that is no multiple
         of 8 is padded with zeros.
     k : torch.Tensor
-        (batch, seqlen_k, heads_k, head_dim). ``heads_q`` must be a multiple of ``heads_k``: consecutive query heads share
-        a key head (GQA, MQA).
+        (batch, seqlen_k, heads_k, head_dim). ``heads_q`` must be a multiple of ``heads_k``: consecutive query heads
+        share a key head (GQA, MQA).
     v : torch.Tensor
         (batch, seqlen_k, heads_k, head_dim_v).
     dropout_p : float, default 0.0
-        Probability in [0, 1) that a score is dropped; 0 in evaluation. The mask's seed is drawn from torch's generator of
-        the device.
+        Probability in [0, 1) that a score is dropped; 0 in evaluation. The mask's seed is drawn from torch's generator
+        of the device.
     softmax_scale : float, optional
         Multiplies q.k; by default 1 / sqrt(head_dim).
     causal : bool, default False
@@ -266,8 +321,8 @@ def flash_attn_func(
     softcap : float, default 0.0
         Scores become ``softcap * tanh(score / softcap)``; 0 leaves them.
     alibi_slopes : torch.Tensor, optional
-        (heads_q) or (batch, heads_q), fp32: ``slope * |i + seqlen_k - seqlen_q - j|`` is subtracted from the score. Gets
-        no gradient: ``requires_grad`` is refused.
+        (heads_q) or (batch, heads_q), fp32: ``slope * |i + seqlen_k - seqlen_q - j|`` is subtracted from the score.
+        Gets no gradient: ``requires_grad`` is refused.
     deterministic : bool, default False
         The same bits on every run, in the backward too (the forward always gives them). torch's deterministic mode
         implies it.
@@ -301,8 +356,9 @@ def flash_attn_func(
 
     Notes
     -----
-    Under ``torch.autocast`` q, k and v are cast to its dtype; otherwise float32 is refused. First derivatives in reverse
-    mode only. Algorithms: FlashAttention-2 (arXiv 2307.08691), -3 (2407.08608) and -4, by GPU; see `flash_ext.explain`.
+    Under ``torch.autocast`` q, k and v are cast to its dtype; otherwise float32 is refused. First derivatives in
+    reverse mode only. Algorithms: FlashAttention-2 (arXiv 2307.08691), -3 (2407.08608) and -4, by GPU; see
+    `flash_ext.explain`.
     """
     return _attention(
         SEPARATE,
@@ -373,14 +429,16 @@ def flash_attn_varlen_func(
     cu_seqlens_q, cu_seqlens_k : torch.Tensor
         (batch + 1), int32, ascending, on the device: sequence b owns the rows from ``cu_seqlens[b]`` to before
         ``cu_seqlens[b + 1]``. Values are not read on the host; bad ones give wrong rows, never an access outside of the
-        tensors (``FLASH_EXT_CHECK=1`` validates them). Rows outside of all sequences may hold anything; ``out`` is 0 there.
+        tensors (``FLASH_EXT_CHECK=1`` validates them). Rows outside of all sequences may hold anything; ``out`` is 0
+        there.
     max_seqlen_q, max_seqlen_k : int or None
         Hints: an upper bound of the lengths, or None. They never shorten a sequence.
     block_table : torch.Tensor, optional
         Reserved for paged keys: refused.
-    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, return_lse, \
-seqused_q, seqused_k, learnable_sink, q_descale, k_descale, v_descale, num_splits, sm_margin
-        As for `flash_attn_func`, with the lengths of each sequence.
+
+    Other Parameters
+    ----------------
+    The others are those of `flash_attn_func`, with seqlen_q and seqlen_k the lengths of each sequence.
 
     Returns
     -------
@@ -446,15 +504,17 @@ def flash_attn_qkvpacked_func(
 ) -> Result:
     """`flash_attn_func` for q, k and v in one tensor (self-attention with as many key as query heads).
 
-    Works on strided views, without a copy; in plain eager mode the gradients are written straight into one packed tensor.
+    Works on strided views, without a copy; in plain eager mode the gradients are written straight into one packed
+    tensor.
 
     Parameters
     ----------
     qkv : torch.Tensor
         (batch, seqlen, 3, heads, head_dim), fp16 or bf16.
-    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, return_lse, \
-seqused_q, seqused_k, learnable_sink, q_descale, k_descale, v_descale, num_splits, sm_margin
-        As for `flash_attn_func`.
+
+    Other Parameters
+    ----------------
+    The others are those of `flash_attn_func`.
 
     Returns
     -------
@@ -521,7 +581,8 @@ def flash_attn_kvpacked_func(
 ) -> Result:
     """`flash_attn_func` for k and v in one tensor.
 
-    Works on strided views, without a copy; in plain eager mode the gradients are written straight into one packed tensor.
+    Works on strided views, without a copy; in plain eager mode the gradients are written straight into one packed
+    tensor.
 
     Parameters
     ----------
@@ -529,9 +590,10 @@ def flash_attn_kvpacked_func(
         (batch, seqlen_q, heads_q, head_dim), fp16 or bf16.
     kv : torch.Tensor
         (batch, seqlen_k, 2, heads_k, head_dim).
-    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, return_lse, \
-seqused_q, seqused_k, learnable_sink, q_descale, k_descale, v_descale, num_splits, sm_margin
-        As for `flash_attn_func`.
+
+    Other Parameters
+    ----------------
+    The others are those of `flash_attn_func`.
 
     Returns
     -------
@@ -599,7 +661,8 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Result:
     """`flash_attn_varlen_func` for q, k and v in one tensor (self-attention with as many key as query heads).
 
-    Works on strided views, without a copy; in plain eager mode the gradients are written straight into one packed tensor.
+    Works on strided views, without a copy; in plain eager mode the gradients are written straight into one packed
+    tensor.
 
     Parameters
     ----------
@@ -609,9 +672,10 @@ def flash_attn_varlen_qkvpacked_func(
         (batch + 1), int32, as for `flash_attn_varlen_func`.
     max_seqlen : int or None
         A hint.
-    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, return_lse, \
-seqused_q, seqused_k, learnable_sink, q_descale, k_descale, v_descale, num_splits, sm_margin
-        As for `flash_attn_func`.
+
+    Other Parameters
+    ----------------
+    The others are those of `flash_attn_func`.
 
     Returns
     -------
@@ -683,7 +747,8 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Result:
     """`flash_attn_varlen_func` for k and v in one tensor.
 
-    Works on strided views, without a copy; in plain eager mode the gradients are written straight into one packed tensor.
+    Works on strided views, without a copy; in plain eager mode the gradients are written straight into one packed
+    tensor.
 
     Parameters
     ----------
@@ -695,9 +760,10 @@ def flash_attn_varlen_kvpacked_func(
         (batch + 1), int32, as for `flash_attn_varlen_func`.
     max_seqlen_q, max_seqlen_k : int or None
         Hints.
-    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, return_lse, \
-seqused_q, seqused_k, learnable_sink, q_descale, k_descale, v_descale, num_splits, sm_margin
-        As for `flash_attn_func`.
+
+    Other Parameters
+    ----------------
+    The others are those of `flash_attn_func`.
 
     Returns
     -------

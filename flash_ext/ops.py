@@ -10,8 +10,8 @@ Who calls what, from the top::
         v                                                    v
     backend kernel of the operator ─────────────────> run_forward / run_backward: check, then dispatch
 
-`run_forward` and `run_backward` are the same on every way. The direct way past the dispatcher is taken only when nothing
-could want to see the operator; `is_plain_eager` says exactly when.
+`run_forward` and `run_backward` are the same on every way. The direct way past the dispatcher is taken only when
+nothing could want to see the operator; `is_plain_eager` says exactly when.
 
 What torch's machinery finds here:
 
@@ -63,7 +63,7 @@ _KEYWORDS = (
     "Tensor? v_descale=None, SymInt num_splits=0, SymInt sm_margin=0, bool deterministic=False"
 )
 
-# Neither operator mutates or aliases an argument: outputs are fresh and contiguous, so functionalisation has nothing to do.
+# Neither operator mutates or aliases an argument: outputs are fresh and contiguous.
 _library = torch.library.Library("flash_ext", "DEF")
 _library.define(
     f"fwd(Tensor q, Tensor k, Tensor v, {_KEYWORDS}) -> (Tensor out, Tensor lse)", tags=torch.Tag.pt2_compliant_tag
@@ -76,10 +76,6 @@ _library.define(
 
 fwd = torch.ops.flash_ext.fwd.default
 bwd = torch.ops.flash_ext.bwd.default
-
-# The keywords that may be tensors today. Autograd keeps them with save_for_backward, so that a change in place between
-# forward and backward is an error and saved-tensor hooks see them.
-_TENSOR_OPTIONS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "alibi_slopes", "rng_state", "sinks")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The one way down: check, then dispatch.
@@ -98,7 +94,9 @@ def _resolve(options: Options) -> Options:
     return {**options, **changed} if changed else options
 
 
-def run_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+def run_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Check the arguments and compute ``(out, lse)``; real tensors only, no gradients."""
     check_forward(q, k, v, **options)
     return dispatch.forward(q, k, v, **_resolve(options))
@@ -128,6 +126,7 @@ def run_backward(
 _EXACT_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _forward_ad = torch.autograd.forward_ad
 _is_compiling = torch.compiler.is_compiling
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_transform = torch._C._functorch.peek_interpreter_stack
 _jit_tracing = torch._C._get_tracing_state
@@ -137,51 +136,64 @@ def _no_modes() -> int:
     return 0
 
 
-# make_fx(pre_dispatch=True) and torch.export keep their mode on a stack of its own.
-_pre_dispatch_modes: Callable[[], int] = getattr(torch._ops, "_len_torch_dispatch_stack_pre_dispatch", _no_modes)
+_is_key_included = torch._C._dispatch_tls_is_dispatch_key_included
+_PRE_DISPATCH = torch._C.DispatchKey.PreDispatch  # where make_fx(pre_dispatch=True) and torch.export keep their mode
 
 
-def _isany_autocast_enabled_by_device() -> bool:
+def _is_any_autocast_enabled_by_device() -> bool:
     return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
 
-any_autocast: Callable[[], bool] = getattr(torch._C, "_isany_autocast_enabled", _isany_autocast_enabled_by_device)
-
-
-def _dual_level() -> int:
-    return getattr(_forward_ad, "_current_level", 0)  # -1 outside of every dual_level; assume one if torch hides it
+any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", _is_any_autocast_enabled_by_device)
 
 
 def is_plain_eager(tensors: Iterable[Any], options: Options) -> bool:
     """Whether the call may pass by the dispatcher: nothing but plain tensors, and nobody watching.
 
     False while compiling or exporting, under any ``__torch_dispatch__`` mode (FakeTensorMode, make_fx, FlopCounterMode,
-    selective checkpointing), under a transform of ``torch.func``, in forward-mode AD, while ``torch.jit.trace`` records,
-    under autocast, and for tensor subclasses and the meta device.
+    selective checkpointing), under a transform of ``torch.func``, in forward-mode AD, while ``torch.jit.trace``
+    records, under autocast, and for tensor subclasses and the meta device.
     """
     if (
         _is_compiling()
         or _dispatch_modes() != 0
         or _functorch_transform() is not None
-        or _pre_dispatch_modes() != 0
+        or _is_key_included(_PRE_DISPATCH)
         or any_autocast()
-        or _dual_level() >= 0
+        or _forward_ad._current_level >= 0  # -1 outside of every dual_level
         or _jit_tracing() is not None
     ):
         return False
     for tensor in tensors:
-        if type(tensor) not in _EXACT_TENSORS or tensor.is_meta:
+        if tensor is not None and (type(tensor) not in _EXACT_TENSORS or tensor.is_meta):
             return False
-    for name in _TENSOR_OPTIONS:
-        tensor = options.get(name)
-        if tensor is not None and type(tensor) not in _EXACT_TENSORS:
+    for value in options.values():
+        if isinstance(value, torch.Tensor) and type(value) not in _EXACT_TENSORS:
             return False
     return True
 
 
-def _call_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+def _never(tensor: Any) -> bool:
+    return False
+
+
+# torch.autograd.grad(is_grads_batched=True) gives a backward gradients that look like plain tensors.
+_is_legacy_batched: Callable[[Any], bool] = getattr(torch._C._functorch, "is_legacy_batchedtensor", _never)
+
+
+def _is_plain_backward(
+    dout: torch.Tensor, dlse: torch.Tensor | None, tensors: tuple[torch.Tensor, ...], options: Options
+) -> bool:
+    if not is_plain_eager((dout, dlse, *tensors), options):
+        return False
+    return not (_is_legacy_batched(dout) or (dlse is not None and _is_legacy_batched(dlse)))
+
+
+def _call_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, plain: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """``(out, lse)`` below autograd: directly, or through the operator's backend kernel or fake."""
-    if is_plain_eager((q, k, v), options):
+    if plain:
         return run_forward(q, k, v, options)
     with torch._C._AutoDispatchBelowAutograd():
         return fwd(q, k, v, **options)
@@ -198,7 +210,9 @@ def _call_backward(
     options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """``(dq, dk, dv, dsinks)`` below autograd; see `_call_forward`."""
-    if is_plain_eager((dout, q, k, v), options):
+    if _is_dynamo_compiling():  # compiled autograd: Dynamo reads this code and cannot enter the guard
+        return bwd(dout, dlse, q, k, v, out, lse, **options)
+    if _is_plain_backward(dout, dlse, (q, k, v), options):
         return run_backward(dout, dlse, q, k, v, out, lse, options)
     with torch._C._AutoDispatchBelowAutograd():
         return bwd(dout, dlse, q, k, v, out, lse, **options)
@@ -239,13 +253,14 @@ def _refuse_double_backward() -> NoReturn:
 class _Backward(torch.autograd.Function):
     """The gradients as a node of the graph whose own gradient is refused by name.
 
-    `torch.autograd.function.once_differentiable` would serve, but its error does not say which function it is about, and
-    it lets the dependence on q, k and v go unnoticed when the incoming gradient does not require one itself.
+    `torch.autograd.function.once_differentiable` would serve, but its error does not say which function it is about,
+    and it lets the dependence on q, k and v go unnoticed when the incoming gradient does not require one itself.
     """
 
     @staticmethod
-    def forward(ctx: Any, options: Options, sinks: torch.Tensor | None, *tensors: Any) -> Any:
-        return _call_backward(*tensors, options={**options, "sinks": sinks})
+    def forward(ctx: Any, options: Options, sinks: torch.Tensor | None, *arguments: Any) -> Any:
+        dout, dlse, q, k, v, out, lse = arguments
+        return _call_backward(dout, dlse, q, k, v, out, lse, options)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -253,45 +268,50 @@ class _Backward(torch.autograd.Function):
 
 
 class Attention(torch.autograd.Function):
-    """``out, lse = Attention.apply(options, packing, sinks, *tensors)``; the only place that knows autograd.
+    """``out, lse = Attention.apply(options, packing, plain, sinks, *tensors)``; the only place that knows autograd.
 
-    ``tensors`` are q, k, v (`SEPARATE`), q, kv (`KV_PACKED`) or qkv alone (`QKV_PACKED`). In plain eager mode the
-    gradients of a packed tensor are written into one tensor through strided views; otherwise they are stacked.
+    ``tensors`` are q, k, v (`SEPARATE`), q, kv (`KV_PACKED`) or qkv alone (`QKV_PACKED`); ``plain`` is what
+    `is_plain_eager` said of them. In plain eager mode the gradients of a packed tensor are written into one tensor
+    through strided views; otherwise they are stacked.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, options: Options, packing: int, sinks: torch.Tensor | None, *tensors: torch.Tensor
+        ctx: Any, options: Options, packing: int, plain: bool, sinks: torch.Tensor | None, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v = unpack(packing, tensors)
-        out, lse = _call_forward(q, k, v, options)
+        out, lse = _call_forward(q, k, v, options, plain)
         ctx.set_materialize_grads(False)
         ctx.packing = packing
-        ctx.options = {name: value for name, value in options.items() if name not in _TENSOR_OPTIONS}
-        ctx.save_for_backward(*tensors, out, lse, *(options.get(name) for name in _TENSOR_OPTIONS))
+        # Tensors go through save_for_backward, so that a change in place between forward and backward is an error and
+        # saved-tensor hooks see them.
+        names = [name for name, value in options.items() if isinstance(value, torch.Tensor)]
+        ctx.options = {name: value for name, value in options.items() if name not in names} if names else options
+        ctx.tensor_options = names
+        ctx.save_for_backward(*tensors, out, lse, *[options[name] for name in names])
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> Any:
         packing = ctx.packing
         saved = ctx.saved_tensors
         count = 3 - packing
         tensors, (out, lse), kept = saved[:count], saved[count : count + 2], saved[count + 2 :]
         if dout is None and dlse is None:
-            return (None,) * (count + 3)
+            return (None,) * (count + 4)
         if dout is None:
             dout = torch.zeros_like(out)
-        options = {**ctx.options, **{name: tensor for name, tensor in zip(_TENSOR_OPTIONS, kept) if tensor is not None}}
+        options = {**ctx.options, **dict(zip(ctx.tensor_options, kept, strict=True))}
         q, k, v = unpack(packing, tensors)
 
         grads: tuple[torch.Tensor, ...]
         if torch.is_grad_enabled():  # create_graph=True
             *grads_qkv, dsinks = _Backward.apply(options, options.get("sinks"), dout, dlse, q, k, v, out, lse)
-        elif packing != SEPARATE and is_plain_eager((dout, *tensors), options):
+        elif packing != SEPARATE and _is_plain_backward(dout, dlse, tensors, options):
             grads = tuple(empty_like(tensor) for tensor in tensors)
             dq, dk, dv = unpack(packing, grads)
             *_, dsinks = run_backward(dout, dlse, q, k, v, out, lse, options, dq=dq, dk=dk, dv=dv)
-            return None, None, dsinks if ctx.needs_input_grad[2] else None, *grads
+            return None, None, None, dsinks if ctx.needs_input_grad[3] else None, *grads
         else:
             *grads_qkv, dsinks = _call_backward(dout, dlse, q, k, v, out, lse, options)
         if packing == SEPARATE:
@@ -299,12 +319,12 @@ class Attention(torch.autograd.Function):
         else:
             apart, joined = grads_qkv[: count - 1], grads_qkv[count - 1 :]
             grads = (*apart, torch.stack(joined, PACKED_DIM))
-        return None, None, dsinks if ctx.needs_input_grad[2] else None, *grads
+        return None, None, None, dsinks if ctx.needs_input_grad[3] else None, *grads
 
 
 def _refuse_unsupported_autograd(tensors: Iterable[Any], what: str) -> None:
     """Forward-mode AD and torch.func: an error here, where the answer would be a zero tangent or an internal assert."""
-    if _dual_level() >= 0:
+    if _forward_ad._current_level >= 0:
         for tensor in tensors:
             if tensor is not None and _forward_ad.unpack_dual(tensor).tangent is not None:
                 raise NotImplementedError(
@@ -318,16 +338,19 @@ def _refuse_unsupported_autograd(tensors: Iterable[Any], what: str) -> None:
         )
 
 
-def _fwd_autograd(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _fwd_autograd(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     sinks = options.get("sinks")
     differentiable = (q, k, v, sinks)
     _refuse_unsupported_autograd(differentiable, "flash_ext::fwd")
     slopes = options.get("alibi_slopes")
     if slopes is not None and slopes.requires_grad:  # refused by the checks; a fake below autograd no longer shows it
         check_forward(q, k, v, **options)
+    plain = is_plain_eager((q, k, v), options)
     if wants_gradient(differentiable):
-        return Attention.apply(options, SEPARATE, sinks, q, k, v)
-    return _call_forward(q, k, v, options)
+        return Attention.apply(options, SEPARATE, plain, sinks, q, k, v)
+    return _call_forward(q, k, v, options, plain)
 
 
 def _bwd_autograd(
@@ -355,12 +378,23 @@ _library.impl("bwd", _bwd_autograd, "Autograd")
 # Backend kernels and fakes.
 
 
-def _fwd_backend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _fwd_backend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     return run_forward(q, k, v, options)
 
 
-def _bwd_backend(*tensors: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    return run_backward(*tensors, options)
+def _bwd_backend(
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    return run_backward(dout, dlse, q, k, v, out, lse, options)
 
 
 def _fwd_fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -442,15 +476,15 @@ def _score_count(q: torch.Tensor, k: torch.Tensor, options: Options) -> int:
     """Scores per query head: the sum over sequences of seqlen_q * seqlen_k.
 
     For packed sequences the lengths are read from ``cu_seqlens`` if these are real tensors (as torch does; it
-    synchronises, while FLOPs are counted); of fake ones only a bound is known: batch times the ``max_seqlen`` hints, and
-    at most all queries times all keys.
+    synchronises, while FLOPs are counted); of fake ones only a bound is known: batch times the ``max_seqlen`` hints,
+    and at most all queries times all keys.
     """
     cu_seqlens_q, cu_seqlens_k = options.get("cu_seqlens_q"), options.get("cu_seqlens_k")
     if cu_seqlens_q is None or cu_seqlens_k is None:
         return q.shape[0] * q.shape[1] * k.shape[1]
     if all(type(cu_seqlens) is torch.Tensor and not cu_seqlens.is_meta for cu_seqlens in (cu_seqlens_q, cu_seqlens_k)):
         lengths_q, lengths_k = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
-        return sum(length_q * length_k for length_q, length_k in zip(lengths_q, lengths_k))
+        return sum(length_q * length_k for length_q, length_k in zip(lengths_q, lengths_k, strict=True))
     bound = q.shape[0] * k.shape[0]
     max_seqlen_q, max_seqlen_k = options.get("max_seqlen_q"), options.get("max_seqlen_k")
     if max_seqlen_q is None or max_seqlen_k is None:

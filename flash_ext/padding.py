@@ -1,4 +1,4 @@
-"""Between padded batches and packed sequences: the helpers of ``flash_attn.bert_padding``, for `flash_attn_varlen_func`.
+"""Between padded batches and packed sequences: the helpers of ``flash_attn.bert_padding``.
 
 ::
 
@@ -13,7 +13,7 @@ All of them are differentiable in the hidden states. How many tokens there are i
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
+from torch.nn.functional import pad
 
 from .checks import check_tensor
 
@@ -92,7 +92,7 @@ def unpad_input(
         kept = kept | unused_mask.bool()
     seqlens = kept.sum(dim=-1, dtype=torch.int32)
     indices = kept.flatten().nonzero().flatten()
-    cu_seqlens = F.pad(seqlens.cumsum(0, dtype=torch.int32), (1, 0))
+    cu_seqlens = pad(seqlens.cumsum(0, dtype=torch.int32), (1, 0))
     max_seqlen = int(seqlens.max()) if seqlens.numel() else 0
     return index_first_axis(hidden_states.flatten(0, 1), indices), indices, cu_seqlens, max_seqlen, used_seqlens
 

@@ -1,0 +1,288 @@
+// The small kernels around a backward: one warp's lanes walk the columns of a row in 16-byte steps, several rows at a
+// time where rows are short. All are bound by memory: the first reads O and dO once, the second the fp32 dQ.
+#include "common/backward_helpers.h"
+
+#include "core/launch.cuh"
+#include "core/numeric.cuh"
+#include "core/sequence.cuh"
+
+namespace flash_ext {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+
+bool is_packed(const ForwardParams& attention) {
+    return attention.cu_seqlens_q != nullptr;
+}
+
+int64_t sequence_heads(const ForwardParams& attention) {
+    return is_packed(attention) ? attention.heads_q : static_cast<int64_t>(attention.batch) * attention.heads_q;
+}
+
+// The tile of query rows that a CTA works on.
+struct QueryTile {
+    TileRows rows;
+    int64_t sequence_head;  // batch * heads_q + head, or head when packed
+    int32_t batch;          // of the tensors: 0 when packed
+    int32_t head;
+    int32_t slot;
+};
+
+struct HelperArguments {
+    BackwardParams params;
+    BackwardScratch scratch;
+    int64_t sequence_heads;
+    int64_t slots;
+    int32_t block_m;
+};
+
+// False: nothing to do for this CTA.
+__device__ __forceinline__ bool find_query_tile(const HelperArguments& arguments, QueryTile& tile) {
+    const ForwardParams& attention = arguments.params.attention;
+    const uint64_t position = static_cast<uint64_t>(blockIdx.y) * gridDim.x + blockIdx.x;
+    if (position >= static_cast<uint64_t>(arguments.sequence_heads) * arguments.slots) return false;
+    tile.sequence_head = static_cast<int64_t>(position / arguments.slots);
+    tile.slot = static_cast<int32_t>(position - tile.sequence_head * arguments.slots);
+    const bool packed = attention.cu_seqlens_q != nullptr;
+    tile.batch = packed ? 0 : static_cast<int32_t>(tile.sequence_head / attention.heads_q);
+    tile.head = static_cast<int32_t>(tile.sequence_head - static_cast<int64_t>(tile.batch) * attention.heads_q);
+    tile.rows = find_tile(attention.cu_seqlens_q, attention.seqused_q, attention.seqlen_q, attention.batch, tile.batch,
+                          tile.slot, arguments.block_m);
+    return true;
+}
+
+// Lanes that share a row of `columns` elements, 8 elements each: a power of two.
+__device__ __forceinline__ int lanes_per_row(int columns) {
+    int lanes = 1;
+    while (lanes * 8 < columns) lanes *= 2;
+    return lanes;
+}
+
+__device__ __forceinline__ float2 unpack(uint32_t pair, DataType type) {
+    if (type == DataType::kFloat16) {
+        return {ptx::cvt_f32_f16(static_cast<uint16_t>(pair)), ptx::cvt_f32_f16(static_cast<uint16_t>(pair >> 16))};
+    }
+    return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
+}
+
+__device__ __forceinline__ float dot_pair(uint32_t a, uint32_t b, DataType type) {
+    const float2 x = unpack(a, type), y = unpack(b, type);
+    return fmaf(x.x, y.x, x.y * y.y);
+}
+
+__device__ __forceinline__ float lanes_sum(float value, int lanes) {
+    for (int offset = lanes / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
+    return value;
+}
+
+// Sum over the CTA in a fixed order, for thread 0.
+__device__ __forceinline__ float cta_sum(float value) {
+    __shared__ float partial[kWarps];
+    value = lanes_sum(value, 32);
+    if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
+    __syncthreads();  // all warps' sums are there
+    if (threadIdx.x != 0) return 0.f;
+    float sum = 0.f;
+    for (int warp = 0; warp < kWarps; ++warp) sum += partial[warp];
+    return sum;
+}
+
+__global__ void __launch_bounds__(kThreads)
+    backward_preprocess_kernel(const __grid_constant__ HelperArguments arguments) {
+    QueryTile tile;
+    if (!find_query_tile(arguments, tile)) return;
+    const BackwardParams& params = arguments.params;
+    const ForwardParams& attention = params.attention;
+    const int lane = threadIdx.x % 32;
+    const int lanes = lanes_per_row(attention.head_dim_v), lane_in_row = lane % lanes;
+    const int rows_per_pass = kThreads / lanes;
+    const int rows = min(tile.rows.sequence.used - tile.rows.begin, arguments.block_m);  // slack is not read
+    const int first = tile.rows.sequence.start + tile.rows.begin;
+    const int64_t first_row = tile.sequence_head * attention.seqlen_q + first;
+    const char* out =
+        static_cast<const char*>(attention.out.data) + row_offset(attention.out, tile.batch, first, tile.head) * 2;
+    const char* dout =
+        static_cast<const char*>(params.dout.data) + row_offset(params.dout, tile.batch, first, tile.head) * 2;
+    const float* dlse = params.dlse == nullptr
+                            ? nullptr
+                            : params.dlse + tile.batch * params.dlse_stride_batch +
+                                  tile.head * params.dlse_stride_head + first * params.dlse_stride_row;
+    const bool has_sink = attention.sinks != nullptr;
+    const float sink = has_sink ? load_as_float(attention.sinks, attention.sinks_dtype, tile.head) : 0.f;
+
+    float dsink = 0.f;
+    for (int base = 0; base < rows; base += rows_per_pass) {  // uniform: lanes_sum needs the whole warp
+        const int row = base + threadIdx.x / lanes;
+        float sum = 0.f;
+        if (row < rows && lane_in_row * 8 < attention.head_dim_v) {
+            const uint4 x =
+                *reinterpret_cast<const uint4*>(out + row * attention.out.stride_row * 2 + lane_in_row * 16);
+            const uint4 y = *reinterpret_cast<const uint4*>(dout + row * params.dout.stride_row * 2 + lane_in_row * 16);
+            sum = dot_pair(x.x, y.x, attention.dtype) + dot_pair(x.y, y.y, attention.dtype) +
+                  dot_pair(x.z, y.z, attention.dtype) + dot_pair(x.w, y.w, attention.dtype);
+        }
+        sum = lanes_sum(sum, lanes);
+        if (row < rows && lane_in_row == 0) {
+            const float lse = attention.lse[first_row + row];
+            const bool is_empty = lse == minus_infinity();  // no key and no sink: the gradient of lse is ignored
+            const float delta = is_empty ? 0.f : sum - (dlse == nullptr ? 0.f : dlse[row * params.dlse_stride_row]);
+            arguments.scratch.lse_log2[first_row + row] = is_empty ? -minus_infinity() : lse * kLog2E;
+            arguments.scratch.delta[first_row + row] = delta;
+            if (has_sink && !is_empty) dsink -= exp2f((sink - lse) * kLog2E) * delta;
+        }
+    }
+    // dq rows of this tile; those of slack too, they cost nothing more.
+    const int all_rows = min(tile.rows.sequence.length - tile.rows.begin, arguments.block_m);
+    float4* dq = reinterpret_cast<float4*>(arguments.scratch.dq + first_row * attention.head_dim);
+    const int64_t count = static_cast<int64_t>(max(all_rows, 0)) * (attention.head_dim / 4);
+    for (int64_t i = threadIdx.x; i < count; i += kThreads) dq[i] = float4{0.f, 0.f, 0.f, 0.f};
+
+    if (has_sink) {
+        dsink = cta_sum(dsink);
+        const int64_t tiles = arguments.slots * (arguments.sequence_heads / attention.heads_q);  // per head
+        if (threadIdx.x == 0) {
+            arguments.scratch.dsinks[tile.head * tiles + tile.batch * arguments.slots + tile.slot] = dsink;
+        }
+    }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    backward_postprocess_kernel(const __grid_constant__ HelperArguments arguments) {
+    QueryTile tile;
+    if (!find_query_tile(arguments, tile)) return;
+    const BackwardParams& params = arguments.params;
+    const ForwardParams& attention = params.attention;
+    const int lanes = lanes_per_row(attention.head_dim), column = threadIdx.x % lanes * 8;
+    const int rows = min(tile.rows.sequence.length - tile.rows.begin, arguments.block_m);
+    const int rows_used = min(tile.rows.sequence.used - tile.rows.begin, arguments.block_m);
+    const int first = tile.rows.sequence.start + tile.rows.begin;
+    const float* sum =
+        arguments.scratch.dq + (tile.sequence_head * attention.seqlen_q + first) * attention.head_dim + column;
+    char* dq = static_cast<char*>(params.dq.data) + (row_offset(params.dq, tile.batch, first, tile.head) + column) * 2;
+    if (column >= attention.head_dim) return;
+    for (int row = threadIdx.x / lanes; row < rows; row += kThreads / lanes) {
+        uint4 packed{0u, 0u, 0u, 0u};
+        if (row < rows_used) {
+            const float4 even = *reinterpret_cast<const float4*>(sum + static_cast<int64_t>(row) * attention.head_dim);
+            const float4 odd =
+                *reinterpret_cast<const float4*>(sum + static_cast<int64_t>(row) * attention.head_dim + 4);
+            const auto round = [&](float low, float high) {
+                low *= attention.softmax_scale;
+                high *= attention.softmax_scale;
+                return attention.dtype == DataType::kFloat16 ? pack<DataType::kFloat16>(low, high)
+                                                             : pack<DataType::kBFloat16>(low, high);
+            };
+            packed = {round(even.x, odd.x), round(even.y, odd.y), round(even.z, odd.z), round(even.w, odd.w)};
+        }
+        *reinterpret_cast<uint4*>(dq + row * params.dq.stride_row * 2) = packed;
+    }
+}
+
+// One CTA per query head.
+__global__ void __launch_bounds__(kThreads) backward_sinks_kernel(const __grid_constant__ HelperArguments arguments) {
+    const ForwardParams& attention = arguments.params.attention;
+    const int64_t tiles = arguments.slots * (arguments.sequence_heads / attention.heads_q);
+    const float* partial = arguments.scratch.dsinks + blockIdx.x * tiles;
+    float sum = 0.f;
+    for (int64_t i = threadIdx.x; i < tiles; i += kThreads) sum += partial[i];
+    sum = cta_sum(sum);
+    if (threadIdx.x != 0) return;
+    void* dsinks = arguments.params.dsinks;
+    if (attention.sinks_dtype == DataType::kFloat32) {
+        static_cast<float*>(dsinks)[blockIdx.x] = sum;
+    } else {
+        static_cast<uint16_t*>(dsinks)[blockIdx.x] =
+            static_cast<uint16_t>(attention.sinks_dtype == DataType::kFloat16 ? pack<DataType::kFloat16>(sum, 0.f)
+                                                                              : pack<DataType::kBFloat16>(sum, 0.f));
+    }
+}
+
+HelperArguments helper_arguments(const BackwardParams& params, const BackwardScratch& scratch, int block_m) {
+    return {params, scratch, sequence_heads(params.attention), backward_query_slots(params.attention, block_m),
+            block_m};
+}
+
+cudaError_t launch(const void* kernel, dim3 grid, HelperArguments& arguments, cudaStream_t stream) {
+    void* kernel_arguments[] = {&arguments};
+    return cudaLaunchKernel(kernel, grid, dim3(kThreads), kernel_arguments, 0, stream);
+}
+
+// Cuts the workspace; with base 0 it only counts.
+struct ScratchLayout {
+    int64_t dq, lse_log2, delta, dsinks, ticket, turns, size;
+};
+
+ScratchLayout scratch_layout(const BackwardParams& params, int block_m) {
+    const ForwardParams& attention = params.attention;
+    const int64_t rows = sequence_heads(attention) * attention.seqlen_q;
+    const int64_t tiles = sequence_heads(attention) * backward_query_slots(attention, block_m);
+    ScratchLayout layout{};
+    const auto take = [&](int64_t bytes) {
+        const int64_t start = layout.size;
+        layout.size += (bytes + 255) / 256 * 256;
+        return start;
+    };
+    layout.dq = take(rows * attention.head_dim * 4);
+    layout.lse_log2 = take(rows * 4);
+    layout.delta = take(rows * 4);
+    layout.dsinks = take(attention.sinks != nullptr ? tiles * 4 : 0);
+    // turns right behind the ticket: one clear serves both.
+    layout.ticket = take(attention.deterministic ? 256 + tiles * 4 : 0);
+    layout.turns = layout.ticket + 256;
+    return layout;
+}
+
+}  // namespace
+
+int64_t backward_query_slots(const ForwardParams& attention, int block_m) {
+    return is_packed(attention) ? varlen_slots(attention.seqlen_q, attention.batch, block_m)
+                                : (static_cast<int64_t>(attention.seqlen_q) + block_m - 1) / block_m;
+}
+
+int64_t backward_scratch_size(const BackwardParams& params, int block_m) {
+    return scratch_layout(params, block_m).size;
+}
+
+BackwardScratch backward_scratch(const BackwardParams& params, int block_m, void* workspace) {
+    const ScratchLayout layout = scratch_layout(params, block_m);
+    char* base = static_cast<char*>(workspace);
+    BackwardScratch scratch{};
+    scratch.dq = reinterpret_cast<float*>(base + layout.dq);
+    scratch.lse_log2 = reinterpret_cast<float*>(base + layout.lse_log2);
+    scratch.delta = reinterpret_cast<float*>(base + layout.delta);
+    scratch.dsinks = reinterpret_cast<float*>(base + layout.dsinks);
+    if (params.attention.deterministic) {
+        scratch.ticket = reinterpret_cast<unsigned long long*>(base + layout.ticket);
+        scratch.turns = reinterpret_cast<int32_t*>(base + layout.turns);
+    }
+    return scratch;
+}
+
+cudaError_t launch_backward_preprocess(const BackwardParams& params, const BackwardScratch& scratch, int block_m,
+                                       cudaStream_t stream) {
+    HelperArguments arguments = helper_arguments(params, scratch, block_m);
+    const int64_t tiles = arguments.sequence_heads * arguments.slots;
+    if (tiles == 0) return cudaSuccess;
+    if (scratch.turns != nullptr) {
+        const cudaError_t error = cudaMemsetAsync(scratch.ticket, 0, 256 + static_cast<size_t>(tiles) * 4, stream);
+        if (error != cudaSuccess) return error;
+    }
+    return launch(reinterpret_cast<const void*>(&backward_preprocess_kernel), linear_grid(tiles), arguments, stream);
+}
+
+cudaError_t launch_backward_postprocess(const BackwardParams& params, const BackwardScratch& scratch, int block_m,
+                                        cudaStream_t stream) {
+    HelperArguments arguments = helper_arguments(params, scratch, block_m);
+    const int64_t tiles = arguments.sequence_heads * arguments.slots;
+    if (tiles > 0) {
+        const cudaError_t error =
+            launch(reinterpret_cast<const void*>(&backward_postprocess_kernel), linear_grid(tiles), arguments, stream);
+        if (error != cudaSuccess) return error;
+    }
+    if (params.dsinks == nullptr || params.attention.heads_q == 0) return cudaSuccess;
+    return launch(reinterpret_cast<const void*>(&backward_sinks_kernel), dim3(params.attention.heads_q), arguments,
+                  stream);
+}
+
+}  // namespace flash_ext

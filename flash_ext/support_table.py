@@ -17,7 +17,7 @@ END = "<!-- support-table:end -->"
 
 # Path -> the GPUs (compute capability) it serves.
 GPUS = {
-    "sm80": "8.0, 8.6, 8.7, 8.9, 11.0, 12.x; any other from 8.0 up as the fallback",
+    "sm80": "8.0 and newer; the fallback of the other paths",
     "sm90": "9.0",
     "sm100": "10.0, 10.3",
 }
@@ -88,7 +88,7 @@ def _rows(path: str, direction: str, kernels: Iterable[Kernel]) -> list[tuple[st
         options = ", ".join(label for name, label in _FEATURES.items() if name in features[pair])
         alike.setdefault((types, options), []).append(pair)
     if not alike:
-        return [(path, GPUS[path], direction, "-", "none built yet", "-")]
+        return [(path, GPUS[path], direction, "-", "none yet", "-")]
     return [
         (path, GPUS[path], direction, types, _head_dims(pairs), options) for (types, options), pairs in alike.items()
     ]

@@ -97,6 +97,10 @@ class FakeRuntime:
         """Let every launch sleep."""
         self._library.fake_set_launch_milliseconds(milliseconds)
 
+    def set_idle(self, idle: bool) -> None:
+        """Let every launch return at once, with nothing done and nothing recorded."""
+        self._library.fake_set_idle(int(idle))
+
     @property
     def current_device(self) -> int:
         """This thread's current device."""

@@ -1,0 +1,209 @@
+"""Contract: empty and uneven sequences, max_seqlen as a mere hint, bad lengths on the device."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from itertools import product
+from pathlib import Path as FilePath
+from typing import Any
+
+import pytest
+import torch
+from helpers.accuracy import assert_same_bits
+from helpers.allocations import GuardedAllocations
+from helpers.cases import Case, make_inputs
+from helpers.check import check, run
+
+from helpers.paths import Path
+from helpers.tables import for_cases
+
+# (query lengths, key lengths) of packed sequences.
+UNEVEN = [
+    ((1,), (1,)),
+    ((0,), (0,)),
+    ((0, 0, 0), (0, 0, 0)),
+    ((0,), (10,)),
+    ((10,), (0,)),
+    ((0, 5, 0, 0, 7, 0), (3, 5, 0, 4, 0, 9)),
+    ((1, 1, 1, 1), (5, 128, 0, 129)),
+    ((200, 1, 64, 3), (1, 200, 64, 0)),
+    ((65,) * 9, (66,) * 9),
+    (tuple(range(20)), tuple(range(20, 0, -1))),
+]
+
+
+@for_cases(
+    Case(lengths_q=q, lengths_k=k, heads=(4, 2), head_dims=(64, 64), varlen=True, causal=causal, sinks=sinks)
+    for q, k in UNEVEN
+    for causal, sinks in ((False, None), (True, None), (True, torch.float32))
+)
+def test_uneven_sequences(path: Path, rng: torch.Generator, case: Case, direction: str) -> None:
+    """Sequences without queries or keys at the start, in between and at the end; each sequence is by itself."""
+    check(path, rng, case, direction)
+
+
+@for_cases(
+    Case(lengths_q=q, lengths_k=k, heads=(2, 1), causal=causal, sinks=sinks, dlse=dlse)
+    for q, k in (((), ()), ((0, 0), (5, 5)), ((5, 5), (0, 0)), ((0,), (0,)))
+    for causal, sinks, dlse in ((False, None, True), (True, torch.float32, True), (False, torch.bfloat16, False))
+)
+def test_dense_without_rows(path: Path, rng: torch.Generator, case: Case, direction: str) -> None:
+    """Batch 0, seqlen_q 0, seqlen_k 0: empty outputs, or zeros; with a sink lse is the sink and dlse reaches it."""
+    check(path, rng, case, direction)
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.needs("varlen")
+def test_varlen_without_sequences(path: Path, sinks: bool) -> None:
+    """cu_seqlens of one element: no sequence at all, every row is slack."""
+    device = path.device
+    cu_seqlens = torch.tensor([0], dtype=torch.int32, device=device)
+    q = torch.full((3, 2, 64), torch.nan, dtype=torch.bfloat16, device=device)
+    keywords: dict[str, Any] = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+    if sinks:
+        keywords["sinks"] = torch.ones(2, device=device)
+    out, lse = torch.ops.flash_ext.fwd(q, q, q, **keywords)
+    assert (out == 0).all() and (lse == -torch.inf).all()
+    if path.supports("backward", features={"varlen"}):
+        dq, dk, dv, dsinks = torch.ops.flash_ext.bwd(q, None, q, q, q, out, lse, **keywords)
+        for gradient in (dq, dk, dv, dsinks):
+            assert (gradient == 0).all()
+
+
+@for_cases(
+    Case(lengths_q=(70, 0, 130), lengths_k=(200, 5, 90), heads=(2, 1), varlen=True, causal=causal, hints=hints, slack=slack)
+    for causal in (False, True)
+    for hints in ("exact", "none", "short")
+    for slack in ((0, 0, 0), (3, 4, 5))
+)
+def test_hints(path: Path, rng: torch.Generator, case: Case, direction: str) -> None:
+    """max_seqlen may be right, missing or too small: grids come from shapes, no sequence is cut."""
+    check(path, rng, case, direction)
+
+
+def test_hints_change_no_bit(path: Path, rng: torch.Generator) -> None:
+    """Any hint gives the same bits, 0 and a huge one too."""
+    case = Case(lengths_q=(70, 0, 130), lengths_k=(200, 5, 90), heads=(2, 1), varlen=path.supports("forward", features={"varlen"}))
+    case = case if case.varlen else case.with_(lengths_q=(70,), lengths_k=(90,))
+    inputs = make_inputs(case, path.device, rng)
+    expected = run(inputs, "forward")
+    for hint in (None, 0, 1, 10**6):
+        inputs.keywords |= {"max_seqlen_q": hint, "max_seqlen_k": hint}
+        got = run(inputs, "forward")
+        assert_same_bits("out", got.out, expected.out)
+        assert_same_bits("lse", got.lse, expected.lse)
+
+
+BAD_LENGTHS = {
+    "descending": [0, 90, 40, 120],
+    "all descending": [120, 80, 40, 0],
+    "negative start": [-50, 30, 60, 120],
+    "negative end": [0, 30, 60, -1],
+    "beyond the end": [0, 30, 60, 100_000],
+    "all beyond the end": [10**9, 10**9 + 5, 2**31 - 3, 2**31 - 1],
+    "extreme": [-(2**31), 2**31 - 1, -(2**31), 2**31 - 1],
+    "overlapping": [0, 100, 20, 110],
+}
+
+
+@pytest.mark.needs("varlen")
+@pytest.mark.parametrize("name", BAD_LENGTHS)
+@pytest.mark.parametrize("side", ["q", "k", "both"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_bad_cu_seqlens_touch_nothing_outside(
+    path: Path, rng: torch.Generator, guarded_outputs: GuardedAllocations, name: str, side: str, direction: str, causal: bool
+) -> None:
+    """Wrong rows, never an access outside the tensors: guard bands around arguments and results stay as they were."""
+    case = Case(lengths_q=(40, 50, 30), lengths_k=(40, 50, 30), heads=(2, 1), varlen=True, causal=causal)
+    inputs = make_inputs(case, path.device, rng)
+    for of in ("q", "k") if side == "both" else (side,):
+        inputs.keywords[f"cu_seqlens_{of}"] = torch.tensor(BAD_LENGTHS[name], dtype=torch.int32, device=path.device)
+    results = run(inputs, direction)
+    assert results.out.shape == inputs.q.shape
+    guarded_outputs.check_surroundings()
+
+
+@pytest.mark.needs("seqused")
+@pytest.mark.parametrize("used", [(-1, -(2**31)), (1000, 2**31 - 1), (-5, 41)])
+@pytest.mark.parametrize("varlen", [False, True])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_bad_seqused_is_clamped(
+    path: Path, rng: torch.Generator, guarded_outputs: GuardedAllocations, used: tuple[int, int], varlen: bool, direction: str
+) -> None:
+    """A used length below 0 counts as 0, one beyond the sequence as the whole sequence; nothing outside is touched."""
+    case = Case(lengths_q=(40, 40), lengths_k=(60, 60), heads=(2, 1), varlen=varlen)
+    inputs = make_inputs(case, path.device, rng)
+    tensor = torch.tensor(used, dtype=torch.int32, device=path.device)
+    inputs.keywords |= {"seqused_q": tensor, "seqused_k": tensor}
+    got = run(inputs, direction)
+    guarded_outputs.check_surroundings()
+    inputs.keywords |= {
+        "seqused_q": torch.tensor([min(max(rows, 0), 40) for rows in used], dtype=torch.int32, device=path.device),
+        "seqused_k": torch.tensor([min(max(rows, 0), 60) for rows in used], dtype=torch.int32, device=path.device),
+    }
+    expected = run(inputs, direction)
+    assert_same_bits("out", got.out, expected.out)
+    assert_same_bits("lse", got.lse, expected.lse)
+
+
+@pytest.mark.needs("varlen")
+@pytest.mark.parametrize(("slack", "causal", "d"), list(product([(0, 0, 0), (3, 5, 70)], [False, True], [32, 64, 128])))
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_results_end_where_they_should(
+    path: Path, rng: torch.Generator, guarded_outputs: GuardedAllocations, slack: tuple[int, int, int], causal: bool, d: int, direction: str
+) -> None:
+    """Good lengths with ragged ends: nothing is written beside the outputs and workspaces, before or after them."""
+    for varlen in (False, True):
+        case = Case(
+            lengths_q=(70, 1, 130), lengths_k=(65, 200, 3), heads=(3, 1), head_dims=(d, d), varlen=varlen, slack=slack,
+            causal=causal,
+        )  # fmt: skip
+        if path.supports(direction, case.dtype, case.head_dims, case.features):
+            run(make_inputs(case, path.device, rng), direction)
+            guarded_outputs.check_surroundings()
+
+
+CHECKED = """
+    import torch, flash_ext
+    device = {device!r}
+    q = torch.randn(10, 2, 64, device=device).to(torch.bfloat16)
+    cu = lambda *x: torch.tensor(x, dtype=torch.int32, device=device)
+    good = cu(0, 4, 10)
+    flash_ext.flash_attn_varlen_func(q, q, q, good, good, 6, 6)
+    for bad in (cu(0, 7, 5), cu(0, 4, 11), cu(-1, 4, 10)):
+        for arguments in ((bad, good), (good, bad)):
+            name = "cu_seqlens_q" if arguments[0] is bad else "cu_seqlens_k"
+            try:
+                flash_ext.flash_attn_varlen_func(q, q, q, *arguments, 6, 6)
+            except ValueError as error:
+                assert str(error).startswith("flash_ext: " + name), error
+            else:
+                raise SystemExit(f"{{name}}={{bad.tolist()}} was not refused")
+    d = q.view(1, 10, 2, 64)
+    for used in (cu(-1), cu(11)):
+        for name in ("seqused_q", "seqused_k"):
+            try:
+                flash_ext.flash_attn_func(d, d, d, **{{name: used}})
+            except ValueError as error:
+                assert str(error).startswith("flash_ext: " + name), error
+            else:
+                raise SystemExit(f"{{name}}={{used.tolist()}} was not refused")
+    flash_ext.flash_attn_func(d, d, d, seqused_q=cu(10), seqused_k=cu(0))
+    print("checked")
+"""
+
+
+@pytest.mark.needs("varlen", "seqused")
+def test_check_variable_refuses_bad_lengths(path: Path) -> None:
+    """FLASH_EXT_CHECK=1 reads the lengths and names the argument that is wrong."""
+    script = textwrap.dedent(CHECKED.format(device=str(path.device)))
+    environment = os.environ | {"FLASH_EXT_CHECK": "1"}
+    root = FilePath(__file__).resolve().parents[1]
+    result = subprocess.run(
+        [sys.executable, "-c", script], env=environment, cwd=root, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0 and result.stdout.strip() == "checked", result.stdout + result.stderr

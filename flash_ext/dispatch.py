@@ -88,11 +88,16 @@ def _kernel_forward(
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, sinks,
         softmax_scale, causal, window_left, window_right, softcap, dropout_p, deterministic,
     )  # fmt: skip
-    path = path_of("forward", q, v, features)
-    *rows, heads, _ = q.shape
-    device = q.device
-    out = allocate.empty((*rows, heads, v.shape[-1]), q.dtype, device)
-    lse = allocate.empty((*rows[:-1], heads, rows[-1]), torch.float32, device)
+    shape = q.shape
+    head_dim = shape[-1]
+    head_dim_v = v.shape[-1]
+    path = path_of("forward", q, head_dim, head_dim_v, features)
+    if head_dim_v == head_dim:
+        out = allocate.empty_like(q)  # takes half as long as from a shape
+    else:
+        out = allocate.empty((*shape[:-1], head_dim_v), q.dtype, q.device)
+    lse_shape = (shape[1], shape[0]) if cu_seqlens_q is not None else (shape[0], shape[2], shape[1])
+    lse = allocate.empty(lse_shape, torch.float32, q.device)
     if is_degenerate(q, k, cu_seqlens_q):
         forward_of_nothing(q, out, lse, cu_seqlens_q, seqused_q, sinks)
         return out, lse
@@ -198,7 +203,7 @@ def _kernel_backward(
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, sinks,
         softmax_scale, causal, window_left, window_right, softcap, dropout_p, deterministic,
     )  # fmt: skip
-    path = path_of("backward", q, v, features)
+    path = path_of("backward", q, q.shape[-1], v.shape[-1], features)
     if sinks is None:
         dsinks = allocate.empty((0,), torch.float32, q.device)
     else:

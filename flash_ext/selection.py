@@ -133,9 +133,9 @@ def refusal(call: Call) -> NotImplementedError:
 _paths: dict[tuple[Direction, int, torch.dtype, int, int, int], str] = {}
 
 
-def path_of(direction: Direction, q: Tensor, v: Tensor, features: int) -> str:
-    """The path whose kernels serve a call on CUDA (or emulated) tensors; raises `NotImplementedError`."""
-    key = (direction, q.get_device(), q.dtype, q.shape[-1], v.shape[-1], features)
+def path_of(direction: Direction, q: Tensor, head_dim: int, head_dim_v: int, features: int) -> str:
+    """The path whose kernels serve a call on CUDA (or emulated) tensors like q; raises `NotImplementedError`."""
+    key = (direction, q.get_device(), q.dtype, head_dim, head_dim_v, features)
     path = _paths.get(key)
     if path is not None:
         return path
@@ -144,7 +144,7 @@ def path_of(direction: Direction, q: Tensor, v: Tensor, features: int) -> str:
             f"flash_ext: q is on {q.device}; expected a CUDA or cpu tensor (FLASH_EXT_PATH=cpu runs the PyTorch "
             "implementation on any device)"
         )
-    call = Call(direction, q.is_cpu, max(q.get_device(), 0), q.dtype, q.shape[-1], v.shape[-1], features)
+    call = Call(direction, q.is_cpu, max(q.get_device(), 0), q.dtype, head_dim, head_dim_v, features)
     if not call.on_cpu or EMULATED_PATH is not None:
         for path in candidates(call, FORCED_PATH):
             if isinstance(choose(call, path), dict):

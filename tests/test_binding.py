@@ -44,7 +44,8 @@ def call_backward(
     """Call ``_C.backward`` with the operator's defaults; the kernel's record."""
     from flash_ext import _C
 
-    _C.backward("sm80", dout, dlse, *tensors, *positional(options))
+    arguments: tuple[Any, ...] = (dout, dlse, *tensors, *positional(options))
+    _C.backward("sm80", *arguments)
     return FakeRuntime("sm80").last_call()
 
 
@@ -868,7 +869,8 @@ def test_features_of_a_call() -> None:
         ({"softmax_scale": -1.0}, ["general_scale"]),
         ({"softmax_scale": 1e-60}, ["general_scale"]),  # 0 in fp32
     ):
-        mask = _C.features(*{**plain, **changes}.values())
+        arguments: tuple[Any, ...] = tuple({**plain, **changes}.values())
+        mask = _C.features(*arguments)
         assert [name for name, bit in _C.FEATURES.items() if mask & bit] == expected, changes
 
 

@@ -15,7 +15,8 @@ Same bits on every run: every operation here is deterministic, and a row's forwa
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor
 from flash_ext import allocate
 
 from .dropout import dropout_rescale, keep_mask
-from .products import product_of_visible
+from .products import are_finite, special_terms, without_specials
 from .sequences import Options, statistics_shape, visible
 from .tiles import BLOCK_M, BLOCK_N, Unit, load_rows, store_rows, units
 
@@ -108,20 +109,13 @@ class _Plan:
 
 @dataclass(frozen=True)
 class _KeyTile:
-    """Keys and values of a unit, fp32."""
+    """Keys and values of a unit, fp32, and in the backward the sums of their gradients."""
 
     first: int
     k: Tensor  # (count_k, keys, d)
     v: Tensor  # (count_k, keys, d_v)
-
-    @classmethod
-    def load(cls, k: Tensor, v: Tensor, options: Options, unit: Unit, first: int) -> _KeyTile:
-        """Convert the keys from `first` on."""
-        keys = min(BLOCK_N, unit.padded_k - first)
-        return cls(
-            first,
-            *(load_rows(options.keys, x, unit.sequences, unit.heads_k, first, keys).flatten(0, 1) for x in (k, v)),
-        )
+    dk: Tensor | None = None  # like k, of the scaled scores
+    dv: Tensor | None = None  # like v
 
     @property
     def keys(self) -> int:
@@ -129,9 +123,9 @@ class _KeyTile:
         return self.k.shape[1]
 
 
-@dataclass
+@dataclass(frozen=True)
 class _QueryTile:
-    """Query rows of a unit and what the backward keeps about them, fp32."""
+    """Query rows of a unit and what the backward needs of them, fp32."""
 
     first: int
     rows: int
@@ -139,10 +133,7 @@ class _QueryTile:
     dout: Tensor  # (count_k, group * rows, d_v)
     lse: Tensor  # (count_k, group * rows, 1); +inf where the row sees nothing, so that its probabilities are 0
     shift: Tensor  # (count_k, group * rows, 1): rowsum(dO * O) - dlse
-    dq: Tensor = field(init=False)  # like q
-
-    def __post_init__(self) -> None:
-        self.dq = torch.zeros_like(self.q)
+    dq: Tensor  # like q, of the scaled scores: the sum so far
 
 
 class _Scratch:
@@ -203,15 +194,28 @@ def _accumulate_(
     With a mask, NaN and Inf in values stay with the rows, or keys, that see them.
     """
     operand = weights.transpose(1, 2) if over_rows else weights
-    if seen is None or bool(torch.isfinite(values.sum())):
+    if seen is None or are_finite(values):
         total.baddbmm_(operand, values)
         return
     seen = seen.expand(plan.unit.by_query_head(weights).shape).reshape(weights.shape)
-    total.add_(product_of_visible(operand, seen.transpose(1, 2) if over_rows else seen, values))
+    total.baddbmm_(operand, without_specials(values))
+    total.add_(special_terms(operand, seen.transpose(1, 2) if over_rows else seen, values))
+
+
+def _load_keys(options: Options, unit: Unit, x: Tensor, first: int) -> Tensor:
+    """Keys or values of a tile that starts at `first`, (count_k, keys, d) fp32."""
+    keys = min(BLOCK_N, unit.padded_k - first)
+    return load_rows(options.keys, x, unit.sequences, unit.heads_k, first, keys).flatten(0, 1)
+
+
+def _load_queries(options: Options, unit: Unit, x: Tensor, first: int, fill: float = 0.0) -> Tensor:
+    """Rows of a query-side tensor from `first` on, (count_k, group * rows, d) fp32."""
+    rows = min(BLOCK_M, unit.padded_q - first)
+    return unit.by_key_head(load_rows(options.queries, x, unit.sequences, unit.heads_q, first, rows, fill))
 
 
 def _forward_tile(
-    plan: _Plan, q: Tensor, first_row: int, rows: int, key_tiles: list[_KeyTile], head_dim_v: int, scratch: _Scratch
+    plan: _Plan, q: Tensor, first_row: int, rows: int, key_tiles: Iterable[_KeyTile], head_dim_v: int, scratch: _Scratch
 ) -> tuple[Tensor, Tensor]:
     """Out (count_k, group * rows, d_v) and lse (count_k, group * rows, 1) of a tile of query rows, fp32."""
     unit, options, device = plan.unit, plan.options, plan.device
@@ -247,43 +251,35 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor,
     lse = allocate.empty(statistics_shape(q, queries.packed), torch.float32, q.device).fill_(-math.inf)
     lse_rows = queries.by_rows(lse)[..., None]
     scratch = _Scratch()
-    staged_per_k = k.shape[-1] + v.shape[-1]
-    for unit in units(options, q.shape[-2], k.shape[-2], staged_per_q=0, staged_per_k=staged_per_k):
+
+    def staged(padded_q: int, padded_k: int) -> int:
+        return padded_k * (k.shape[-1] + v.shape[-1]) if padded_q > BLOCK_M else 0
+
+    for unit in units(options, q.shape[-2], k.shape[-2], staged):
         plan = _Plan(options, unit, q.device)
-        key_tiles = [_KeyTile.load(k, v, options, unit, first) for first in plan.key_starts()]
+
+        def load_key_tiles(unit: Unit = unit, plan: _Plan = plan) -> Iterator[_KeyTile]:
+            for first in plan.key_starts():
+                yield _KeyTile(first, *(_load_keys(options, unit, x, first) for x in (k, v)))
+
+        # One tile of query rows reads each key once; several share what is converted once.
+        key_tiles = list(load_key_tiles()) if len(plan.query_starts()) > 1 else load_key_tiles()
         for first in plan.query_starts():
             rows = min(BLOCK_M, unit.padded_q - first)
-            q_tile = unit.by_key_head(load_rows(queries, q, unit.sequences, unit.heads_q, first, rows))
+            q_tile = _load_queries(options, unit, q, first)
             out_tile, lse_tile = _forward_tile(plan, q_tile, first, rows, key_tiles, v.shape[-1], scratch)
             for x, tile in ((out, out_tile), (lse_rows, lse_tile)):
                 store_rows(queries, x, unit.sequences, unit.heads_q, first, unit.by_query_head(tile))
     return out, lse
 
 
-def _load_query_tile(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, out: Tensor, lse: Tensor, options: Options, unit: Unit, first: int
-) -> _QueryTile:
-    rows = min(BLOCK_M, unit.padded_q - first)
-    queries = options.queries
-
-    def load(x: Tensor, fill: float = 0.0) -> Tensor:
-        return unit.by_key_head(load_rows(queries, x, unit.sequences, unit.heads_q, first, rows, fill))
-
-    def load_statistic(x: Tensor, fill: float = 0.0) -> Tensor:
-        return load(queries.by_rows(x)[..., None], fill)
-
-    lse_tile, dout_tile = load_statistic(lse, -math.inf), load(dout)
-    empty = lse_tile == -math.inf
-    shift = (dout_tile * load(out)).sum(dim=-1, keepdim=True)
-    if dlse is not None:
-        shift.sub_(load_statistic(dlse).masked_fill_(empty, 0.0))
-    return _QueryTile(first, rows, load(q), dout_tile, lse_tile.masked_fill_(empty, math.inf), shift)
-
-
-def _backward_tile(plan: _Plan, queries: _QueryTile, keys: _KeyTile, dk: Tensor, dv: Tensor, scratch: _Scratch) -> None:
-    """Add what one tile of scores gives to `queries.dq`, `dk` and `dv`; dq and dk are those of the scaled scores."""
+def _backward_tile(plan: _Plan, queries: _QueryTile, keys: _KeyTile, scratch: _Scratch) -> None:
+    """Add what one tile of scores gives to the gradients of its rows and keys."""
     unit, options = plan.unit, plan.options
     where = (queries.first, queries.rows, keys.first, keys.keys)
+    if not plan.is_seen(*where):
+        return
+    assert keys.dk is not None and keys.dv is not None
     seen = plan.seen(*where)
     scores, cap_gradient = _scores(plan, queries.q, keys, queries.first, seen, scratch, options.softcap > 0)
     probabilities = scores.sub_(queries.lse).exp_()
@@ -301,51 +297,101 @@ def _backward_tile(plan: _Plan, queries: _QueryTile, keys: _KeyTile, dk: Tensor,
     if seen is not None:  # a NaN in lse, dout or v has reached entries that are not there
         for x in (kept, dscores):
             unit.by_query_head(x).masked_fill_(~seen, 0.0)
-    _accumulate_(dv, plan, kept, queries.dout, seen, over_rows=True)
-    _accumulate_(dk, plan, dscores, queries.q, seen, over_rows=True)
+    _accumulate_(keys.dv, plan, kept, queries.dout, seen, over_rows=True)
+    _accumulate_(keys.dk, plan, dscores, queries.q, seen, over_rows=True)
     _accumulate_(queries.dq, plan, dscores, keys.k, seen)
 
 
-def _backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    options: Options,
-) -> Tensor:
-    dsinks = torch.zeros(q.shape[-2], dtype=torch.float64, device=q.device)
-    scratch = _Scratch()
-    for x in (dq, dk, dv):
-        x.zero_()
-    staged_per_q = 2 * q.shape[-1] + v.shape[-1]
-    for unit in units(options, q.shape[-2], k.shape[-2], staged_per_q=staged_per_q, staged_per_k=0):
-        plan = _Plan(options, unit, q.device)
-        query_tiles = [_load_query_tile(dout, dlse, q, out, lse, options, unit, first) for first in plan.query_starts()]
+@dataclass(frozen=True)
+class _Gradients:
+    """Arguments and results of one backward call."""
+
+    dout: Tensor
+    dlse: Tensor | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    options: Options
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dsinks: Tensor  # (heads_q) fp64
+
+    def compute(self) -> None:
+        """Write dq, dk and dv, and add to dsinks."""
+        options, d, d_v = self.options, self.q.shape[-1], self.v.shape[-1]
+        heads_q, heads_k = self.q.shape[-2], self.k.shape[-2]
+        for x in (self.dq, self.dk, self.dv):
+            x.zero_()
+
+        def staged_of_queries(padded_q: int) -> int:
+            return heads_q // heads_k * padded_q * (2 * d + d_v)
+
+        def staged_of_keys(padded_k: int) -> int:
+            return padded_k * 2 * (d + d_v)
+
+        def staged(padded_q: int, padded_k: int) -> int:
+            return min(staged_of_queries(padded_q), staged_of_keys(padded_k))
+
+        scratch = _Scratch()
+        for unit in units(options, heads_q, heads_k, staged):
+            plan = _Plan(options, unit, self.q.device)
+            query_tiles = (self._query_tile(unit, first) for first in plan.query_starts())
+            key_tiles = (self._key_tile(unit, first) for first in plan.key_starts())
+            # The shorter side is kept in fp32, tiles of the other come and go. Either order of the two loops adds the
+            # same terms in the same order to every gradient.
+            if staged_of_queries(unit.padded_q) <= staged_of_keys(unit.padded_k):
+                queries = list(query_tiles)
+                for key_tile in key_tiles:
+                    for query_tile in queries:
+                        _backward_tile(plan, query_tile, key_tile, scratch)
+                    self._finish_keys(unit, key_tile)
+                for query_tile in queries:
+                    self._finish_queries(unit, query_tile)
+            else:
+                keys = list(key_tiles)
+                for query_tile in query_tiles:
+                    for key_tile in keys:
+                        _backward_tile(plan, query_tile, key_tile, scratch)
+                    self._finish_queries(unit, query_tile)
+                for key_tile in keys:
+                    self._finish_keys(unit, key_tile)
+
+    def _query_tile(self, unit: Unit, first: int) -> _QueryTile:
+        def statistic(x: Tensor, fill: float = 0.0) -> Tensor:
+            return _load_queries(self.options, unit, self.options.queries.by_rows(x)[..., None], first, fill)
+
+        q, dout, out = (_load_queries(self.options, unit, x, first) for x in (self.q, self.dout, self.out))
+        lse = statistic(self.lse, -math.inf)
+        empty = lse == -math.inf
+        shift = (dout * out).sum(dim=-1, keepdim=True)
+        if self.dlse is not None:
+            shift.sub_(statistic(self.dlse))
+        rows = min(BLOCK_M, unit.padded_q - first)
+        for statistic_tile, ignored in ((lse, math.inf), (shift, 0.0)):
+            statistic_tile.masked_fill_(empty, ignored)
+        return _QueryTile(first, rows, q, dout, lse, shift, torch.zeros_like(q))
+
+    def _key_tile(self, unit: Unit, first: int) -> _KeyTile:
+        k, v = (_load_keys(self.options, unit, x, first) for x in (self.k, self.v))
+        return _KeyTile(first, k, v, torch.zeros_like(k), torch.zeros_like(v))
+
+    def _finish_queries(self, unit: Unit, tile: _QueryTile) -> None:
+        options = self.options
+        dq = unit.by_query_head(tile.dq.mul_(options.scale))
+        store_rows(options.queries, self.dq, unit.sequences, unit.heads_q, tile.first, dq)
         if options.sinks is not None:
             sinks = options.sinks[unit.heads_q, None, None].double()
-            for tile in query_tiles:  # lse is +inf where a row adds nothing
-                share = torch.exp(sinks - unit.by_query_head(tile.lse).double())
-                dsinks[unit.heads_q] -= (share * unit.by_query_head(tile.shift)).sum(dim=(0, 2, 3))
-        for first in plan.key_starts():
-            keys = _KeyTile.load(k, v, options, unit, first)
-            dk_tile, dv_tile = torch.zeros_like(keys.k), torch.zeros_like(keys.v)
-            for tile in query_tiles:
-                if plan.is_seen(tile.first, tile.rows, keys.first, keys.keys):
-                    _backward_tile(plan, tile, keys, dk_tile, dv_tile, scratch)
-            dk_tile.mul_(options.scale)
-            for x, gradient in ((dk, dk_tile), (dv, dv_tile)):
-                shape = (len(unit.sequences), -1) + gradient.shape[1:]
-                store_rows(options.keys, x, unit.sequences, unit.heads_k, first, gradient.view(shape))
-        for tile in query_tiles:
-            dq_tile = unit.by_query_head(tile.dq.mul_(options.scale))
-            store_rows(options.queries, dq, unit.sequences, unit.heads_q, tile.first, dq_tile)
-    return dsinks
+            share = torch.exp(sinks - unit.by_query_head(tile.lse).double())  # 0 where lse is +inf
+            self.dsinks[unit.heads_q] -= (share * unit.by_query_head(tile.shift)).sum(dim=(0, 2, 3))
+
+    def _finish_keys(self, unit: Unit, tile: _KeyTile) -> None:
+        assert tile.dk is not None and tile.dv is not None
+        for x, gradient in ((self.dk, tile.dk.mul_(self.options.scale)), (self.dv, tile.dv)):
+            rows = gradient.unflatten(0, (len(unit.sequences), -1))
+            store_rows(self.options.keys, x, unit.sequences, unit.heads_k, tile.first, rows)
 
 
 def fwd(q: Tensor, k: Tensor, v: Tensor, **keywords: Unpack[OpKeywords]) -> tuple[Tensor, Tensor]:
@@ -421,7 +467,8 @@ def bwd(
     sinks = options.sinks
     dsinks = allocate.empty((0,), torch.float32, q.device) if sinks is None else allocate.empty_like(sinks)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        sums = _backward(dout, dlse, q, k, v, out, lse, dq, dk, dv, options)
+        sums = torch.zeros(q.shape[-2], dtype=torch.float64, device=q.device)
+        _Gradients(dout, dlse, q, k, v, out, lse, options, dq, dk, dv, sums).compute()
         if sinks is not None:
             dsinks.copy_(sums)
     return dq, dk, dv, dsinks

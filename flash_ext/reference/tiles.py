@@ -7,7 +7,7 @@ on what else is in the batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -56,12 +56,12 @@ class Unit:
     @property
     def count_k(self) -> int:
         """Number of matrices in a step: sequences times key/value heads."""
-        return len(self.sequences) * (self.heads_k.stop - self.heads_k.start)
+        return len(self.sequences) * int(self.heads_k.stop - self.heads_k.start)
 
     @property
     def count_q(self) -> int:
         """Number of query heads."""
-        return self.heads_q.stop - self.heads_q.start
+        return int(self.heads_q.stop - self.heads_q.start)
 
     def by_key_head(self, x: Tensor) -> Tensor:
         """(sequences, heads_q, rows, n) viewed as (count_k, group * rows, n)."""
@@ -72,17 +72,18 @@ class Unit:
         return x.view(len(self.sequences), self.count_q, -1, x.shape[-1])
 
 
-def units(options: Options, heads_q: int, heads_k: int, staged_per_q: int, staged_per_k: int) -> Iterator[Unit]:
+def units(options: Options, heads_q: int, heads_k: int, staged: Callable[[int, int], int]) -> Iterator[Unit]:
     """Cut a call into units.
 
     Parameters
     ----------
     options : Options
-        Gives the sequences. Those without query rows are left out unless they have keys.
+        Gives the sequences. Those without query rows are left out: nothing is to be computed for them.
     heads_q, heads_k : int
         Head counts.
-    staged_per_q, staged_per_k : int
-        fp32 elements that the caller keeps per query row and head, and per key and head, while a unit runs.
+    staged : callable
+        From a sequence's padded lengths of queries and keys to the fp32 elements that the caller keeps for it, per
+        key/value head, while a unit runs.
     """
     alike: dict[tuple[int, int], list[int]] = {}
     for sequence, (sq, sk) in enumerate(zip(options.queries.length, options.keys.length, strict=True)):
@@ -91,8 +92,7 @@ def units(options: Options, heads_q: int, heads_k: int, staged_per_q: int, stage
     group = heads_q // heads_k
     for (padded_q, padded_k), sequences in alike.items():
         scores = group * min(padded_q, BLOCK_M) * min(max(padded_k, 1), BLOCK_N)
-        staged = group * padded_q * staged_per_q + padded_k * staged_per_k
-        matrices = max(1, min(_SCORES_AT_ONCE // scores, _STAGED_AT_ONCE // max(staged, 1)))
+        matrices = max(1, min(_SCORES_AT_ONCE // scores, _STAGED_AT_ONCE // max(staged(padded_q, padded_k), 1)))
         heads_at_once = min(heads_k, matrices)
         sequences_at_once = max(1, matrices // heads_k)
         for start in range(0, len(sequences), sequences_at_once):
@@ -156,7 +156,7 @@ def load_rows(
         begin = torch.tensor([side.begin[sequence] for sequence in sequences], device=x.device)
         index = begin[:, None] + torch.arange(first, first + count, device=x.device)
         index = index.clamp_(max=x.shape[0] - 1).flatten()
-        rows.copy_(x[:, heads].index_select(0, index).unflatten(0, (len(sequences), count)))
+        rows.copy_(x[:, heads].index_select(0, index).view(rows.shape))
     else:
         source = x[:, first : first + count, heads]
         if _consecutive(sequences):

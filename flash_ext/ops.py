@@ -233,12 +233,12 @@ def unpack(packing: int, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tenso
     return (*tensors[:-1], *tensors[-1].unbind(PACKED_DIM))
 
 
-def wants_gradient(tensors: Iterable[torch.Tensor | None]) -> bool:
+def wants_gradient(tensors: Iterable[Any]) -> bool:
     """Whether autograd has to record a call with these tensors."""
     if not torch.is_grad_enabled():
         return False
     for tensor in tensors:
-        if tensor is not None and tensor.requires_grad:
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
             return True
     return False
 

@@ -57,7 +57,7 @@ def binding_layers(path: str, device: torch.device) -> Layers:
     lse = torch.zeros(1, 1, 1, device=device)
     out = torch.empty_like(q)
     nothing = (None,) * 7
-    plain = (0.125, True, -1, -1, 0.0, 0.0, 0, 0, False)
+    plain: tuple[Any, ...] = (0.125, True, -1, -1, 0.0, 0.0, 0, 0, False)
     layers: Layers = {"_C.features": lambda: _C.features(*nothing[:6], *plain[:6], False)}
     if any(kernel["direction"] == "forward" for kernel in _C.kernels(path)):
         layers["_C.forward"] = lambda: _C.forward(path, q, q, q, out, lse, *nothing, *plain)

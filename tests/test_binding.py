@@ -13,6 +13,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from helpers.fake import FakeRuntime, compiler, in_process, library_dir
+from helpers.paths import Path as PathUnderTest
 from hypothesis import given, settings
 
 # CPU tensors are the device tensors of a path.
@@ -918,3 +919,65 @@ def test_unusable_libraries_are_named(tmp_path: Path) -> None:
 
     os.environ["FLASH_EXT_LIBRARY_DIR"] = str(library_dir())  # a failure is not remembered
     assert _C.kernels("sm80")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On a real GPU.
+
+
+@pytest.mark.gpu
+def test_probe_runs_on_the_current_stream(path: PathUnderTest) -> None:
+    from flash_ext import _C
+
+    tensor = torch.zeros(1 << 20, device=path.device)
+    side = torch.cuda.Stream()
+    assert _C.tensor_info(tensor)["stream"] == torch.cuda.current_stream().cuda_stream
+    with torch.cuda.stream(side):
+        assert _C.tensor_info(tensor)["stream"] == side.cuda_stream
+        torch.cuda._sleep(50_000_000)  # cycles: the default stream has long passed by
+        tensor.fill_(1.0)
+        _C.probe(path.library, tensor, 2.0)
+    side.synchronize()
+    assert bool((tensor == 2.0).all())
+
+
+@pytest.mark.gpu
+def test_probe_can_be_captured(path: PathUnderTest) -> None:
+    from flash_ext import _C
+
+    tensor = torch.zeros(1000, device=path.device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _C.probe(path.library, tensor, 3.0)
+    assert not tensor.any()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert bool((tensor == 3.0).all())
+
+
+@pytest.mark.gpu
+def test_the_tensors_device_is_used_and_the_current_one_kept(path: PathUnderTest) -> None:
+    from flash_ext import _C
+
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    for current, other in ((0, 1), (1, 0)):
+        with torch.cuda.device(current):
+            tensor = torch.zeros(1000, device=f"cuda:{other}")
+            _C.probe(path.library, tensor, 4.0)
+            assert torch.cuda.current_device() == current
+            assert torch.zeros(1, device="cuda").device.index == current
+            torch.cuda.synchronize(other)
+            assert bool((tensor == 4.0).all())
+
+
+@pytest.mark.gpu
+def test_device_info_agrees_with_torch(path: PathUnderTest) -> None:
+    from flash_ext import _C
+
+    for device in range(torch.cuda.device_count()):
+        info = _C.device_info(path.library, device)
+        properties = torch.cuda.get_device_properties(device)
+        assert info["name"] == properties.name
+        assert info["compute_capability"] == (properties.major, properties.minor)
+        assert info["sm_count"] == properties.multi_processor_count

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flash_ext
@@ -107,7 +107,7 @@ def _bind_sdpa(x: Inputs) -> Call:
     grouped: dict[str, Any] = {"enable_gqa": True} if x.grouped else {}
     if x.cu_seqlens is None:
         q, k, v = (tensor.transpose(1, 2) for tensor in (x.q, x.k, x.v))
-        return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=x.causal, **grouped).transpose(1, 2)
+        return lambda: functional.scaled_dot_product_attention(q, k, v, is_causal=x.causal, **grouped).transpose(1, 2)
 
     offsets = x.cu_seqlens.long()
     shortest, longest = min(x.lengths), max(x.lengths)
@@ -119,7 +119,7 @@ def _bind_sdpa(x: Inputs) -> Call:
 
     nested_q, nested_k, nested_v = nested(x.q), nested(x.k), nested(x.v)
     return lambda: (
-        F.scaled_dot_product_attention(nested_q, nested_k, nested_v, is_causal=x.causal, **grouped)
+        functional.scaled_dot_product_attention(nested_q, nested_k, nested_v, is_causal=x.causal, **grouped)
         .transpose(1, 2)
         .values()
     )

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 import flash_ext
 from flash_ext.demo.model_files import ModelFiles
@@ -99,16 +99,16 @@ class Encoder:
         return self._pool(flash_ext.pad_input(packed, indices, *ids.shape), mask)
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
-        return F.linear(x, self.weights[f"{name}.weight"], self.weights[f"{name}.bias"])
+        return functional.linear(x, self.weights[f"{name}.weight"], self.weights[f"{name}.bias"])
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         weight, bias = self.weights[f"{name}.weight"], self.weights[f"{name}.bias"]
-        return F.layer_norm(x, weight.shape, weight, bias, self.shape.epsilon)
+        return functional.layer_norm(x, weight.shape, weight, bias, self.shape.epsilon)
 
     def _embed_tokens(self, ids: Tensor) -> Tensor:
         positions = torch.arange(ids.shape[1], device=ids.device)
-        words = F.embedding(ids, self.weights["embeddings.word_embeddings.weight"])
-        places = F.embedding(positions, self.weights["embeddings.position_embeddings.weight"])
+        words = functional.embedding(ids, self.weights["embeddings.word_embeddings.weight"])
+        places = functional.embedding(positions, self.weights["embeddings.position_embeddings.weight"])
         segment = self.weights["embeddings.token_type_embeddings.weight"][0]
         return self._norm("embeddings.LayerNorm", words + places + segment)
 
@@ -121,14 +121,14 @@ class Encoder:
             )
             attended = self._linear(f"{layer}.attention.output.dense", attention(q, k, v).flatten(-2))
             hidden = self._norm(f"{layer}.attention.output.LayerNorm", hidden + attended)
-            expanded = F.gelu(self._linear(f"{layer}.intermediate.dense", hidden))
+            expanded = functional.gelu(self._linear(f"{layer}.intermediate.dense", hidden))
             hidden = self._norm(f"{layer}.output.LayerNorm", hidden + self._linear(f"{layer}.output.dense", expanded))
         return hidden
 
     @staticmethod
     def _pool(hidden: Tensor, mask: Tensor) -> Tensor:
         weight = mask.unsqueeze(-1).to(hidden.dtype)
-        return F.normalize((hidden * weight).sum(1) / weight.sum(1), dim=-1)
+        return functional.normalize((hidden * weight).sum(1) / weight.sum(1), dim=-1)
 
 
 def plain_attention(mask: Tensor) -> Attention:

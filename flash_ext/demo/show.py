@@ -18,6 +18,7 @@ from flash_ext.demo import accuracy, similarity
 from flash_ext.demo.accuracy import Outcome
 from flash_ext.demo.encoder import Encoder
 from flash_ext.demo.model_files import ModelFiles, ModelNotFoundError, find_model
+from flash_ext.selection import EMULATED_PATH
 
 # Calls whose choice of a kernel is explained: label, head dim, options of the public function.
 _EXPLAINED: tuple[tuple[str, int, dict[str, Any]], ...] = (
@@ -63,13 +64,15 @@ def _heading(console: Console, text: str) -> None:
 
 def _show_choices(console: Console, device: torch.device) -> None:
     calls = _EXPLAINED
-    if device.type == "cpu":
+    if EMULATED_PATH is not None:
+        console.print(f"FLASH_EXT_EMULATE: CPU tensors run the compiled {EMULATED_PATH} kernels in the PTX emulator.\n")
+    elif device.type == "cpu":
         console.print("No GPU is used: every call takes the cpu path, the same contract through PyTorch. For example,")
         calls = calls[:1]
     for label, head_dim, options in calls:
         q = torch.empty(2, 512, 8, head_dim, dtype=torch.bfloat16, device=device)
         console.print(f"[bold]{escape(label)}[/bold]")
-        console.print(str(flash_ext.explain(q, q, q, **options)) + "\n", markup=False)
+        console.print(str(flash_ext.explain(q, q, q, **options)) + "\n", markup=False, soft_wrap=True)
 
 
 def _show_accuracy(console: Console, device: torch.device) -> list[Outcome]:

@@ -58,7 +58,8 @@ def binding_layers(path: str, device: torch.device) -> Layers:
     out = torch.empty_like(q)
     nothing = (None,) * 7
     plain: tuple[Any, ...] = (0.125, True, -1, -1, 0.0, 0.0, 0, 0, False)
-    layers: Layers = {"_C.features": lambda: _C.features(*nothing[:6], *plain[:6], False)}
+    asked: tuple[Any, ...] = (*nothing[:6], *plain[:6], False)
+    layers: Layers = {"_C.features": lambda: _C.features(*asked)}
     if any(kernel["direction"] == "forward" for kernel in _C.kernels(path)):
         layers["_C.forward"] = lambda: _C.forward(path, q, q, q, out, lse, *nothing, *plain)
     else:

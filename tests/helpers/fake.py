@@ -63,6 +63,8 @@ def library_dir() -> Path:
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
+    for outdated in folder.parent.glob("[0-9a-f]" * 16):
+        shutil.rmtree(outdated, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
         built = Path(temporary) / "built"
         built.mkdir()

@@ -142,7 +142,7 @@ def test_merging_halves(path: Path, rng: torch.Generator, halves: tuple[int, int
     out = weights[0] * out1.float() + weights[1] * out2.float()
     expected, expected_lse = reference.oracle_fwd(q, k, v, **sink)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=2e-5, atol=2e-5)
-    assert_accurate("out", out.to(q.dtype), expected, reference.baseline_fwd(q, k, v, **sink)[0], magnitude=4 * expected.abs())
+    assert_accurate("out", out.to(q.dtype), expected, reference.baseline_fwd(q, k, v, **sink)[0], magnitude=4 * expected.abs().amax(-1, keepdim=True))
     if 0 in halves and not sink:
         whole, whole_lse = torch.ops.flash_ext.fwd(q, k, v)
         assert torch.equal(lse, whole_lse) and torch.equal(out.to(q.dtype), whole)

@@ -36,11 +36,6 @@ class GuardedAllocations:
 
         _C.set_allocator(allocate.workspace)
 
-    @property
-    def count(self) -> int:
-        """How many tensors were allocated so far."""
-        return len(self._bands) // 2
-
     def _bytes(self, name: str, nbytes: int, device: torch.device) -> Tensor:
         buffer = torch.randint(256, (nbytes + 2 * _BAND + _ALIGNMENT,), dtype=torch.uint8, generator=self._generator)
         buffer = buffer.to(device)
@@ -67,3 +62,7 @@ class GuardedAllocations:
         for name, band, before in self._bands:
             changed = (band != before).nonzero()
             assert not changed.numel(), f"{changed.numel()} bytes beside {name} were written, first at {int(changed[0])}"
+
+    def forget(self) -> None:
+        """Let go of the tensors allocated so far."""
+        self._bands.clear()

@@ -226,9 +226,7 @@ def write_manifest(
     for unit, source in units.items():
         object_file, ptx_file = (path_build_dir / "units" / unit / f"{unit}{suffix}" for suffix in (".o", ".ptx"))
         if ptx_file.stat().st_mtime_ns < object_file.stat().st_mtime_ns:
-            raise ManifestError(
-                f"{ptx_file} is older than {object_file.name}; delete {object_file.parent} and build again"
-            )
+            raise ManifestError(f"{ptx_file} is older than its object; delete {object_file.parent} and build again")
         text = ptx_file.read_text(encoding="utf-8")
         entries.append(
             {

@@ -108,7 +108,7 @@ def test_the_wheel_runs_in_a_fresh_environment_away_from_the_checkout(wheel: Pat
     install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
     result = run([*install, str(wheel)])
     assert result.returncode == 0, result.stderr
-    # torch is shared; .pth files are not read in a folder that a .pth file names, so no editable flash_ext comes with it.
+    # torch is shared. In a folder that a .pth file names no .pth file is read: no editable flash_ext comes with it.
     (site,) = (environment / "lib").glob("python*/site-packages")
     (site / "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
     code = (

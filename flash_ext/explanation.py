@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flash_ext import _C
 from flash_ext.checks import check_forward
-from flash_ext.selection import FORCED_PATH, Call, Direction, choose, refusal, uses_reference
+from flash_ext.selection import FORCED_PATH, Direction, call_of, choose, refusal, uses_reference
 
 if TYPE_CHECKING:
     from flash_ext._C import Kernel
@@ -163,9 +163,6 @@ def explain(
         softmax_scale, causal, window_left, window_right, softcap, dropout_p, deterministic,
     )  # fmt: skip
     names = tuple(name for name, bit in _C.FEATURES.items() if features & bit)
-    call = Call(
-        direction, q.is_cpu, max(q.get_device(), 0), q.dtype, _padded(q.shape[-1]), _padded(v.shape[-1]), features
-    )
     if uses_reference(q):
         cpu_reason = "FLASH_EXT_PATH=cpu" if FORCED_PATH == "cpu" else "its kernels need CUDA tensors"
         return Explanation(
@@ -173,6 +170,7 @@ def explain(
             copies=_padding_copies(q, k, v), passed_over={path: cpu_reason for path in _C.PATHS},
         )  # fmt: skip
 
+    call = call_of(direction, q, _padded(q.shape[-1]), _padded(v.shape[-1]), features)
     chosen: Kernel | None = None
     passed_over: dict[str, str] = {}
     for path in _C.PATHS:

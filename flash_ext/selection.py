@@ -28,6 +28,7 @@ __all__ = [
     "FORCED_PATH",
     "Call",
     "Direction",
+    "call_of",
     "candidates",
     "choose",
     "path_of",
@@ -78,6 +79,16 @@ class Call:
         if EMULATED_PATH is not None:
             return _C.device_info(EMULATED_PATH, self.device)["compute_capability"]
         return torch.cuda.get_device_capability(self.device)
+
+
+def call_of(direction: Direction, q: Tensor, head_dim: int, head_dim_v: int, features: int) -> Call:
+    """The call with tensors like q; raises `NotImplementedError` for a device that is neither CUDA nor the CPU."""
+    if not (q.is_cuda or q.is_cpu):
+        raise NotImplementedError(
+            f"flash_ext: q is on {q.device}; expected a CUDA or cpu tensor (FLASH_EXT_PATH=cpu runs the PyTorch "
+            "implementation on any device)"
+        )
+    return Call(direction, q.is_cpu, max(q.get_device(), 0), q.dtype, head_dim, head_dim_v, features)
 
 
 def choose(call: Call, path: str, features: int | None = None) -> Kernel | str:
@@ -139,12 +150,7 @@ def path_of(direction: Direction, q: Tensor, head_dim: int, head_dim_v: int, fea
     path = _paths.get(key)
     if path is not None:
         return path
-    if not (q.is_cuda or q.is_cpu):
-        raise NotImplementedError(
-            f"flash_ext: q is on {q.device}; expected a CUDA or cpu tensor (FLASH_EXT_PATH=cpu runs the PyTorch "
-            "implementation on any device)"
-        )
-    call = Call(direction, q.is_cpu, max(q.get_device(), 0), q.dtype, head_dim, head_dim_v, features)
+    call = call_of(direction, q, head_dim, head_dim_v, features)
     if not call.on_cpu or EMULATED_PATH is not None:
         for path in candidates(call, FORCED_PATH):
             if isinstance(choose(call, path), dict):

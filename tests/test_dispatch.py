@@ -161,6 +161,8 @@ def test_other_devices_are_refused() -> None:
     q = torch.empty(1, 3, 2, 64, dtype=torch.bfloat16, device="meta")
     with pytest.raises(NotImplementedError, match="flash_ext: q is on meta; expected a CUDA or cpu tensor"):
         dispatch.forward(q, q, q)
+    with pytest.raises(NotImplementedError, match="flash_ext: q is on meta; expected a CUDA or cpu tensor"):
+        dispatch.explain(q, q, q)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -307,7 +309,7 @@ def test_nothing_to_compute(name: str) -> None:
     wanted = reference.oracle_bwd(dout, dlse, q, k, k, **options)
     for mine, other, gradient in zip(gradients, wanted, ("dq", "dk", "dv", "dsinks"), strict=True):
         assert mine.shape == other.shape, gradient
-        assert torch.allclose(mine.double(), other.double(), rtol=1e-6, atol=1e-7), gradient
+        assert torch.allclose(mine.double(), other.double(), rtol=0, atol=1e-5), gradient  # sums of 11 in fp32
     assert fake.last_call() == before  # nothing was launched
     dsinks = dispatch.backward(dout, None, q, k, k, out, lse, **options)[3]
     assert not dsinks.any()
@@ -387,7 +389,7 @@ def test_explain_gives_the_reason_for_every_path_passed_over() -> None:
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         call = gpu_call(monkeypatch, (9, 0), "causal")
-        monkeypatch.setattr(module, "Call", lambda *arguments: call)
+        monkeypatch.setattr(module, "call_of", lambda *arguments: call)
         monkeypatch.setattr(module, "uses_reference", lambda q: False)
         q = torch.randn(1, 3, 2, 64).bfloat16()
         result = flash_ext.explain(q, q, q, causal=True)

@@ -1,0 +1,335 @@
+#include "checker.h"
+
+#include <algorithm>
+
+#include "errors.h"
+#include "machine.h"
+
+namespace ptx_emulator {
+
+constexpr size_t kMaxReports = 20;
+
+Component Checker::new_component(Cluster& cluster, std::string name) {
+    cluster.component_names.push_back(std::move(name));
+    return static_cast<Component>(cluster.component_names.size() - 1);
+}
+
+void Checker::start_warp(Warp& warp) {
+    if (!enabled_) return;
+    const std::string name = format("CTA rank %u warp %u", warp.cta.rank, warp.index);
+    warp.clock.component = new_component(warp.cta.cluster, name);
+    warp.clock.copies = new_component(warp.cta.cluster, "cp.async of " + name);
+    warp.clock.knowledge.generic.raise_to(warp.clock.component, 1);
+}
+
+// ---------------------------------------------------------------------------------------------------------- order
+
+void Checker::advance(Warp& warp) {
+    VectorClock& clock = warp.clock.knowledge.generic;
+    clock.raise_to(warp.clock.component, clock.get(warp.clock.component) + 1);
+}
+
+void Checker::warp_sync(Warp& warp) {
+    if (!enabled_) return;
+    warp.clock.knowledge.generic.raise_to(warp.clock.copies, warp.clock.copies_waited);
+    advance(warp);
+}
+
+void Checker::release(Warp& warp, SyncClock& sync) {
+    if (!enabled_) return;
+    const uint32_t cluster = warp.cta.cluster.index;
+    warp.clock.knowledge.generic.raise_to(warp.clock.copies, warp.clock.copies_waited);
+    if (!sync.used) {
+        sync.used = true;
+        sync.cluster = cluster;
+    }
+    sync.knowledge.join(warp.clock.knowledge, sync.cluster == cluster, cluster, sync.cluster);
+    advance(warp);
+}
+
+void Checker::acquire(Warp& warp, const SyncClock& sync) {
+    if (!enabled_ || !sync.used) return;
+    const uint32_t cluster = warp.cta.cluster.index;
+    warp.clock.knowledge.join(sync.knowledge, sync.cluster == cluster, sync.cluster, cluster);
+}
+
+void Checker::join(SyncClock& into, const SyncClock& from) {
+    if (!enabled_ || !from.used) return;
+    if (!into.used) {
+        into = from;
+        return;
+    }
+    into.knowledge.join(from.knowledge, into.cluster == from.cluster, from.cluster, into.cluster);
+}
+
+void Checker::complete(Warp& warp, Component stream, uint32_t epoch) {
+    if (enabled_) warp.clock.knowledge.generic.raise_to(stream, epoch);
+}
+
+void Checker::copies_waited(Warp& warp, uint32_t groups) {
+    if (enabled_) warp.clock.copies_waited = std::max(warp.clock.copies_waited, groups);
+}
+
+void Checker::proxy_fence(Warp& warp) {
+    if (!enabled_) return;
+    Knowledge& knowledge = warp.clock.knowledge;
+    knowledge.published.join(knowledge.generic);
+    knowledge.published.raise_to(warp.clock.copies, warp.clock.copies_waited);
+    // Writes after the fence are not covered by it.
+    advance(warp);
+}
+
+void Checker::fence(Warp& warp) {
+    if (!enabled_) return;
+    acquire(warp, warp.clock.pending_acquire);
+    warp.clock.pending_acquire = SyncClock{};
+    warp.clock.fence_release = warp.clock.knowledge;
+    warp.clock.has_fence_release = true;
+    advance(warp);
+}
+
+void Checker::ordered_access(Warp& warp, uint64_t location, MemoryOrder order, bool reads, bool writes) {
+    if (!enabled_) return;
+    SyncClock& sync = locations_[location];
+    const bool acquires = order == MemoryOrder::kAcquire || order == MemoryOrder::kAcquireRelease;
+    const bool releases = order == MemoryOrder::kRelease || order == MemoryOrder::kAcquireRelease;
+    if (reads) {
+        if (acquires) {
+            acquire(warp, sync);
+        } else {
+            join(warp.clock.pending_acquire, sync);
+        }
+    }
+    if (!writes) return;
+    if (!reads) sync = SyncClock{};  // a plain store ends the release sequence of the value it replaces
+    if (releases) {
+        release(warp, sync);
+    } else if (warp.clock.has_fence_release) {
+        SyncClock fence;
+        fence.used = true;
+        fence.cluster = warp.cta.cluster.index;
+        fence.knowledge = warp.clock.fence_release;
+        join(sync, fence);
+    }
+}
+
+// -------------------------------------------------------------------------------------------------------- accesses
+
+// Whether `earlier` happens before the actor's access; *missing says what would have ordered them.
+bool Checker::ordered(const Actor& actor, const AccessRecord& earlier, const char** missing) const {
+    const Knowledge& knowledge = *actor.knowledge;
+    if (earlier.cluster != actor.record.cluster) {
+        *missing = "nothing orders them: a release and an acquire through global memory are missing";
+        const auto it = knowledge.foreign.find(earlier.cluster);
+        return it != knowledge.foreign.end() && it->second.get(earlier.component) >= earlier.epoch;
+    }
+    const WarpClock& clock = actor.warp->clock;
+    if (earlier.component == clock.component) {
+        // The same warp: program order for a lane, a warp-level synchronisation between lanes.
+        if (earlier.epoch == knowledge.generic.get(clock.component) &&
+            (earlier.lane != actor.record.lane || earlier.lane == kWarpSize)) {
+            *missing = "different lanes of one warp without bar.warp.sync between them";
+            return false;
+        }
+    } else if (knowledge.generic.get(earlier.component) < earlier.epoch) {
+        const bool own_copy = earlier.component == clock.copies && earlier.lane == actor.record.lane;
+        if (!(own_copy && earlier.epoch <= clock.copies_waited)) {
+            *missing = "nothing orders them: a barrier, or the wait for an asynchronous operation, is missing";
+            return false;
+        }
+    }
+    if (actor.through_async_proxy && !earlier.async_proxy && earlier.kind != AccessKind::kRead &&
+        knowledge.published.get(earlier.component) < earlier.epoch) {
+        *missing = "no fence.proxy.async makes the generic write visible to the async proxy";
+        return false;
+    }
+    return true;
+}
+
+void Checker::access(Granule& granule, Actor& actor, uint16_t bytes, const char* space, uint64_t address, Cta* owner) {
+    std::vector<AccessRecord>& records = granule.records();
+    AccessRecord& record = actor.record;
+    record.bytes = bytes;
+    bool merged = false;
+    for (size_t i = 0; i < records.size();) {
+        AccessRecord& earlier = records[i];
+        if (!(earlier.bytes & bytes)) {
+            ++i;
+            continue;
+        }
+        // The common case: the same agent does the same thing again.
+        if (earlier.component == record.component && earlier.epoch == record.epoch &&
+            earlier.cluster == record.cluster && earlier.kind == record.kind && record.kind == AccessKind::kRead &&
+            earlier.bytes == bytes) {
+            if (earlier.lane != record.lane) earlier.lane = kWarpSize;
+            earlier.pc = record.pc;
+            merged = true;
+            ++i;
+            continue;
+        }
+        const char* missing = "";
+        const bool before = ordered(actor, earlier, &missing);
+        const bool conflict = (earlier.kind != AccessKind::kRead || record.kind != AccessKind::kRead) &&
+                              !(earlier.kind == AccessKind::kAtomic && record.kind == AccessKind::kAtomic);
+        if (conflict && !before) race(actor, earlier, space, address, missing, owner);
+        // What happens before a write, or is a read before a read, is covered by the new record.
+        if ((conflict || before) && (record.kind != AccessKind::kRead || earlier.kind == AccessKind::kRead)) {
+            earlier.bytes &= static_cast<uint16_t>(~bytes);
+        }
+        if (earlier.bytes == 0) {
+            records[i] = records.back();
+            records.pop_back();
+        } else {
+            ++i;
+        }
+    }
+    if (!merged) records.push_back(record);
+}
+
+static uint16_t byte_mask(uint32_t first, uint32_t count) {
+    return static_cast<uint16_t>(((uint32_t{1} << count) - 1) << first);
+}
+
+// Calls f(granule index, byte mask, address of the granule's first accessed byte) for each granule of a range.
+template <class F>
+static void for_granules(uint64_t address, uint32_t bytes, F f) {
+    while (bytes > 0) {
+        const auto first = static_cast<uint32_t>(address % kGranuleBytes);
+        const uint32_t count = std::min(bytes, kGranuleBytes - first);
+        f(address / kGranuleBytes, byte_mask(first, count), address);
+        address += count;
+        bytes -= count;
+    }
+}
+
+void Checker::shared_access(Warp& warp, uint32_t lane, Cta& owner, uint32_t offset, uint32_t bytes, AccessKind kind) {
+    if (!enabled_) return;
+    const WarpClock& clock = warp.clock;
+    Actor actor{&clock.knowledge, {}, &warp, false};
+    actor.record.cluster = warp.cta.cluster.index;
+    actor.record.epoch = clock.knowledge.generic.get(clock.component);
+    actor.record.pc = warp.pc();
+    actor.record.component = clock.component;
+    actor.record.warp = static_cast<uint16_t>(warp.cta.rank * kWarpSize + warp.index);
+    actor.record.lane = static_cast<uint8_t>(lane);
+    actor.record.kind = kind;
+    for_granules(offset, bytes, [&](uint64_t granule, uint16_t mask, uint64_t address) {
+        access(owner.shared_shadow[granule], actor, mask, "shared", address, &owner);
+    });
+}
+
+void Checker::global_access(Warp& warp, uint32_t lane, uint64_t address, uint32_t bytes, AccessKind kind) {
+    if (!enabled_) return;
+    const WarpClock& clock = warp.clock;
+    Actor actor{&clock.knowledge, {}, &warp, false};
+    actor.record.cluster = warp.cta.cluster.index;
+    actor.record.epoch = clock.knowledge.generic.get(clock.component);
+    actor.record.pc = warp.pc();
+    actor.record.component = clock.component;
+    actor.record.warp = static_cast<uint16_t>(warp.cta.rank * kWarpSize + warp.index);
+    actor.record.lane = static_cast<uint8_t>(lane);
+    actor.record.kind = kind;
+    for_granules(address, bytes, [&](uint64_t, uint16_t mask, uint64_t at) {
+        access(global_.at(at), actor, mask, "global", at, nullptr);
+    });
+}
+
+AsyncAgent Checker::agent(Warp& issuer, Component stream, uint32_t epoch, bool async_proxy) const {
+    AsyncAgent agent;
+    if (!enabled_) return agent;
+    agent.issuer = &issuer;
+    agent.pc = issuer.pc();
+    agent.component = stream;
+    agent.epoch = epoch;
+    agent.async_proxy = async_proxy;
+    agent.knowledge = issuer.clock.knowledge;
+    return agent;
+}
+
+static AccessRecord record_of(const AsyncAgent& agent, uint32_t lane, AccessKind kind) {
+    AccessRecord record;
+    record.cluster = agent.issuer->cta.cluster.index;
+    record.epoch = agent.epoch;
+    record.pc = agent.pc;
+    record.component = agent.component;
+    record.warp = static_cast<uint16_t>(agent.issuer->cta.rank * kWarpSize + agent.issuer->index);
+    record.lane = static_cast<uint8_t>(lane);
+    record.kind = kind;
+    record.async_proxy = agent.async_proxy;
+    return record;
+}
+
+void Checker::shared_access(const AsyncAgent& agent, uint32_t lane, Cta& owner, uint32_t offset, uint32_t bytes,
+                            AccessKind kind) {
+    if (!enabled_) return;
+    Actor actor{&agent.knowledge, record_of(agent, lane, kind), agent.issuer, agent.async_proxy};
+    for_granules(offset, bytes, [&](uint64_t granule, uint16_t mask, uint64_t address) {
+        access(owner.shared_shadow[granule], actor, mask, "shared", address, &owner);
+    });
+}
+
+void Checker::global_access(const AsyncAgent& agent, uint32_t lane, uint64_t address, uint32_t bytes, AccessKind kind) {
+    if (!enabled_) return;
+    Actor actor{&agent.knowledge, record_of(agent, lane, kind), agent.issuer, agent.async_proxy};
+    for_granules(address, bytes, [&](uint64_t, uint16_t mask, uint64_t at) {
+        access(global_.at(at), actor, mask, "global", at, nullptr);
+    });
+}
+
+// ---------------------------------------------------------------------------------------------- registers in flight
+
+void Checker::set_in_flight(Warp& warp, uint32_t offset, InFlight state, uint32_t pc) {
+    if (!enabled_) return;
+    warp.in_flight[offset] = {state, pc};
+    warp.registers_in_flight = static_cast<uint32_t>(warp.in_flight.size());
+}
+
+void Checker::clear_in_flight(Warp& warp, uint32_t offset) {
+    if (!enabled_) return;
+    warp.in_flight.erase(offset);
+    warp.registers_in_flight = static_cast<uint32_t>(warp.in_flight.size());
+}
+
+void Checker::check_in_flight(Warp& warp, const Instruction& instruction) {
+    const size_t pc = static_cast<size_t>(&instruction - machine_.program.code.data());
+    const InstructionInfo& info = machine_.program.info[pc];
+    auto check = [&](uint32_t offset, bool writes) {
+        const auto it = warp.in_flight.find(offset);
+        if (it == warp.in_flight.end()) return;
+        const auto& [state, issued] = it->second;
+        if (!writes && state != InFlight::kWrittenByOperation) return;
+        if (!reported_.emplace(static_cast<uint32_t>(pc), issued).second) return;
+        report(
+            format("hazard: a register in flight is %s before the wait\n  by CTA rank %u warp %u at %s\n  "
+                   "in flight since %s",
+                   writes ? "written" : "read", warp.cta.rank, warp.index,
+                   machine_.program.where(static_cast<uint32_t>(pc)).c_str(), machine_.program.where(issued).c_str()));
+    };
+    for (uint32_t offset : info.reads) check(offset, false);
+    for (uint32_t offset : info.writes) check(offset, true);
+}
+
+// --------------------------------------------------------------------------------------------------------- reports
+
+void Checker::report(const std::string& text) {
+    if (reports_.size() < kMaxReports) reports_.push_back(text);
+}
+
+std::string Checker::describe(const AccessRecord& record) const {
+    const char* kinds[] = {"read", "write", "atomic"};
+    const std::string lane = record.lane == kWarpSize ? "" : format(" lane %u", record.lane);
+    return format("%s by cluster %u CTA rank %u warp %u%s%s at %s", kinds[static_cast<int>(record.kind)],
+                  record.cluster, record.warp / kWarpSize, record.warp % kWarpSize, lane.c_str(),
+                  record.async_proxy ? " (async proxy)" : "", machine_.program.where(record.pc).c_str());
+}
+
+void Checker::race(const Actor& actor, const AccessRecord& earlier, const char* space, uint64_t address,
+                   const char* missing, Cta* owner) {
+    if (reports_.size() >= kMaxReports || !reported_.emplace(actor.record.pc, earlier.pc).second) return;
+    const std::string where = owner ? format(" of CTA rank %u", owner->rank) : "";
+    report(format("hazard: race on %s address 0x%llx%s\n  %s\n  %s\n  %s", space,
+                  static_cast<unsigned long long>(address), where.c_str(), describe(actor.record).c_str(),
+                  describe(earlier).c_str(), missing));
+}
+
+}  // namespace ptx_emulator

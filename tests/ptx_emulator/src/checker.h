@@ -1,0 +1,110 @@
+// The happens-before checker: reports two accesses of which one writes and that nothing orders, in any schedule.
+//
+// After FastTrack (Flanagan and Freund, PLDI 2009), with warps as threads, shadow records per 16 bytes that keep byte
+// masks, and one component per stream of asynchronous effects. What an asynchronous operation reads and writes is
+// recorded when it is issued: it may happen at any time until its completion is waited for, so the schedule does not
+// matter. Within a warp, accesses of different lanes are ordered by bar.warp.sync and barriers alone.
+//
+// The instruction handlers call the hooks below; every hook returns at once when the checker is off.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <set>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "shadow.h"
+#include "types.h"
+#include "vector_clock.h"
+
+namespace ptx_emulator {
+
+// A warp's part of the checker's state.
+struct WarpClock {
+    Component component = 0;
+    Component copies = 0;        // the stream of its cp.async groups
+    uint32_t copies_waited = 0;  // groups its lanes have waited for, each lane for its own copies
+    Knowledge knowledge;         // knowledge.generic.get(component) is the current epoch
+    Knowledge fence_release;     // at the latest fence: what later relaxed stores and atomics release
+    bool has_fence_release = false;
+    SyncClock pending_acquire;  // of relaxed loads: acquired by the next fence
+};
+
+// An asynchronous operation as the checker sees it: made at issue, used for all its accesses.
+struct AsyncAgent {
+    Warp* issuer = nullptr;
+    uint32_t pc = 0;
+    Component component = 0;  // the stream that its completion raises
+    uint32_t epoch = 0;       // the value of that stream once this operation is known to be complete
+    bool async_proxy = true;
+    Knowledge knowledge;  // of the issuer at issue
+};
+
+enum class MemoryOrder : uint8_t { kWeak, kRelaxed, kAcquire, kRelease, kAcquireRelease };
+
+class Checker {
+  public:
+    Checker(bool enabled, Machine& machine) : enabled_(enabled), machine_(machine) {}
+
+    bool enabled() const { return enabled_; }
+
+    // ---- clusters and warps start
+    Component new_component(Cluster& cluster, std::string name);
+    void start_warp(Warp& warp);
+
+    // ---- accesses. `lane`: the one that asks, or kWarpSize for an access of the warp as a whole (ldmatrix).
+    void shared_access(Warp& warp, uint32_t lane, Cta& owner, uint32_t offset, uint32_t bytes, AccessKind kind);
+    void global_access(Warp& warp, uint32_t lane, uint64_t address, uint32_t bytes, AccessKind kind);
+    void shared_access(const AsyncAgent& agent, uint32_t lane, Cta& owner, uint32_t offset, uint32_t bytes,
+                       AccessKind kind);
+    void global_access(const AsyncAgent& agent, uint32_t lane, uint64_t address, uint32_t bytes, AccessKind kind);
+    AsyncAgent agent(Warp& issuer, Component stream, uint32_t epoch, bool async_proxy) const;
+
+    // ---- order
+    void release(Warp& warp, SyncClock& sync);  // the warp's past happens before whoever acquires sync
+    void acquire(Warp& warp, const SyncClock& sync);
+    void join(SyncClock& into, const SyncClock& from);
+    void complete(Warp& warp, Component stream, uint32_t epoch);  // the warp has waited for a stream up to epoch
+    void warp_sync(Warp& warp);                       // bar.warp.sync: orders the lanes of the warp among each other
+    void copies_waited(Warp& warp, uint32_t groups);  // cp.async.wait_group: each lane knows of its own copies
+    void proxy_fence(Warp& warp);                     // fence.proxy.async
+    void fence(Warp& warp);                           // fence.sc / acq_rel, membar
+    // An atomic or a load/store with an order, on a global or shared location.
+    void ordered_access(Warp& warp, uint64_t location, MemoryOrder order, bool reads, bool writes);
+
+    // ---- registers that an asynchronous operation still reads or writes (wgmma operands, tcgen05.ld results)
+    enum class InFlight : uint8_t { kNone, kReadByOperation, kWrittenByOperation };
+    void set_in_flight(Warp& warp, uint32_t register_offset, InFlight state, uint32_t pc);
+    void clear_in_flight(Warp& warp, uint32_t register_offset);
+    // Called by the interpreter for each instruction while a warp has registers in flight.
+    void check_in_flight(Warp& warp, const Instruction& instruction);
+
+    // ---- reports
+    void report(const std::string& text);  // one finding; collected, the launch fails at its end
+    const std::vector<std::string>& reports() const { return reports_; }
+
+  private:
+    struct Actor {
+        const Knowledge* knowledge;
+        AccessRecord record;  // as it will be stored
+        const Warp* warp;
+        bool through_async_proxy;
+    };
+    void access(Granule& granule, Actor& actor, uint16_t bytes, const char* space, uint64_t address, Cta* owner);
+    bool ordered(const Actor& actor, const AccessRecord& earlier, const char** missing) const;
+    void race(const Actor& actor, const AccessRecord& earlier, const char* space, uint64_t address, const char* missing,
+              Cta* owner);
+    std::string describe(const AccessRecord& record) const;
+    void advance(Warp& warp);
+
+    bool enabled_;
+    Machine& machine_;
+    ShadowPages global_;
+    std::unordered_map<uint64_t, SyncClock> locations_;  // atomics and ordered accesses, by address
+    std::set<std::pair<uint32_t, uint32_t>> reported_;   // pairs of pc
+    std::vector<std::string> reports_;
+};
+
+}  // namespace ptx_emulator

@@ -1,0 +1,36 @@
+#include "cta.h"
+
+#include "errors.h"
+#include "machine.h"
+#include "synchronization.h"
+
+namespace ptx_emulator {
+
+Cta::Cta(Machine& m, Cluster& c, uint32_t r, Dim3 i) : machine(m), cluster(c), rank(r), id(i) {
+    shared.reset(machine.shared_bytes(), machine.program.uses_async_proxy);
+    if (machine.checker.enabled()) shared_shadow.resize(machine.shared_bytes() / kGranuleBytes + 1);
+    const auto threads = static_cast<uint32_t>(machine.config.block.count());
+    for (uint32_t first = 0; first < threads; first += kWarpSize) {
+        const uint32_t count = std::min(threads - first, kWarpSize);
+        const LaneMask lanes = count == kWarpSize ? kAllLanes : lane_bit(count) - 1;
+        warps.push_back(std::make_unique<Warp>(machine, *this, first / kWarpSize, lanes));
+    }
+}
+
+uint32_t Cta::live_threads() const {
+    uint32_t threads = 0;
+    for (const auto& warp : warps) threads += warp->done() ? 0 : kWarpSize;
+    return threads;
+}
+
+void Cta::warp_ended(Warp& warp) {
+    if (warp.copies.queue.issued() > warp.copies.tickets_waited) {
+        raise(Fault::kIllegalInstruction,
+              "CTA (%u,%u,%u) warp %u ends with cp.async copies outstanding that nothing waited for", id.x, id.y, id.z,
+              warp.index);
+    }
+    for (NamedBarrier& barrier : barriers) recheck_barrier(*this, barrier);
+    machine.progressed();
+}
+
+}  // namespace ptx_emulator

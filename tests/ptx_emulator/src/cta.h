@@ -1,0 +1,37 @@
+// One CTA: shared memory, named barriers, warps.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "named_barrier.h"
+#include "shadow.h"
+#include "shared_memory.h"
+#include "types.h"
+#include "warp.h"
+
+namespace ptx_emulator {
+
+constexpr uint32_t kNamedBarriers = 16;
+
+class Cta {
+  public:
+    Cta(Machine& machine, Cluster& cluster, uint32_t rank, Dim3 id);
+
+    uint32_t live_threads() const;  // of warps that have not ended, in whole warps
+    void warp_ended(Warp& warp);
+
+    Machine& machine;
+    Cluster& cluster;
+    const uint32_t rank;  // in its cluster
+    const Dim3 id;        // %ctaid
+    uint32_t sm = 0;      // %smid
+    SharedMemory shared;
+    std::vector<Granule> shared_shadow;  // one per kGranuleBytes, empty when the checker is off
+    NamedBarrier barriers[kNamedBarriers];
+    std::vector<std::unique_ptr<Warp>> warps;
+
+    // ---- state of instruction families; a new family adds its struct here
+};
+
+}  // namespace ptx_emulator

@@ -1,0 +1,163 @@
+// ldmatrix, stmatrix and mma.sync (PTX ISA 9.7.14.5). Fragments are laid out as the ISA's figures say; sums are formed
+// in fp32 in the order of k, which is not the tensor core's (unspecified) order.
+#include <cstring>
+
+#include "errors.h"
+#include "lanes.h"
+#include "machine.h"
+#include "memory.h"
+#include "numeric.h"
+#include "opcode_table.h"
+
+namespace ptx_emulator {
+
+namespace {
+
+// Matrix n of the instruction takes its 8 row addresses from lanes 8n to 8n + 7. Of a row of 8 16-bit elements, lane l
+// holds elements 2 (l % 4) and the next of row l / 4; transposed, of column l / 4.
+template <bool kTranspose>
+Step load_matrix(Warp& warp, const Instruction& i, LaneMask) {
+    if (!warp.converged()) return Step::kBlock;
+    const uint32_t count = i.list_size[0];
+    const uint8_t* rows[32];
+    for (uint32_t row = 0; row < 8 * count; ++row) {
+        const auto address = static_cast<uint32_t>(lane_address(warp, i, i.a, row));
+        const MemoryReference from = resolve_shared(warp, address, 16, 16);
+        warp.machine.checker.shared_access(warp, kWarpSize, *from.owner, from.offset, 16, AccessKind::kRead);
+        rows[row] = from.data;
+    }
+    for (uint32_t n = 0; n < count; ++n) {
+        auto* d = warp.lanes<uint32_t>(i.list[0][n]);
+        const uint8_t* const* matrix = rows + 8 * n;
+        for (uint32_t lane = 0; lane < kWarpSize; ++lane) {
+            if (kTranspose) {
+                uint16_t low, high;
+                std::memcpy(&low, matrix[lane % 4 * 2] + lane / 4 * 2, 2);
+                std::memcpy(&high, matrix[lane % 4 * 2 + 1] + lane / 4 * 2, 2);
+                d[lane] = uint32_t{high} << 16 | low;
+            } else {
+                std::memcpy(&d[lane], matrix[lane / 4] + lane % 4 * 4, 4);
+            }
+        }
+    }
+    return Step::kNext;
+}
+
+template <bool kTranspose>
+Step store_matrix(Warp& warp, const Instruction& i, LaneMask) {
+    if (!warp.converged()) return Step::kBlock;
+    const uint32_t count = i.list_size[0];
+    for (uint32_t n = 0; n < count; ++n) {
+        const auto* source = warp.lanes<uint32_t>(i.list[0][n]);
+        for (uint32_t row = 0; row < 8; ++row) {
+            const auto address = static_cast<uint32_t>(lane_address(warp, i, i.a, 8 * n + row));
+            const MemoryReference to = resolve_shared(warp, address, 16, 16);
+            warp.machine.checker.shared_access(warp, kWarpSize, *to.owner, to.offset, 16, AccessKind::kWrite);
+            for (uint32_t column = 0; column < 8; ++column) {
+                const uint32_t lane = kTranspose ? column * 4 + row / 2 : row * 4 + column / 2;
+                const uint32_t half = kTranspose ? row % 2 : column % 2;
+                const auto value = static_cast<uint16_t>(source[lane] >> (16 * half));
+                std::memcpy(to.data + column * 2, &value, 2);
+            }
+            to.owner->shared.written_by_generic(to.offset, 16);
+        }
+    }
+    warp.machine.progressed();
+    return Step::kNext;
+}
+
+void decode_matrix_move(DecodeContext& c, bool loads) {
+    c.allow(1, "sync aligned m8n8 x1 x2 x4 trans shared shared::cta b16");
+    c.out.a = c.address(c.operand(loads ? 1 : 0), Space::kShared);
+    const size_t count = c.has("x4") ? 4 : c.has("x2") ? 2 : 1;
+    if (loads) {
+        c.write_list(0, c.operand(0), 4);
+        c.out.handler = c.has("trans") ? load_matrix<true> : load_matrix<false>;
+    } else {
+        c.read_list(0, c.operand(1), 4);
+        c.out.handler = c.has("trans") ? store_matrix<true> : store_matrix<false>;
+    }
+    if (c.out.list_size[0] != count) c.fail("wrong number of registers");
+}
+
+void decode_ldmatrix(DecodeContext& c) {
+    decode_matrix_move(c, true);
+}
+void decode_stmatrix(DecodeContext& c) {
+    decode_matrix_move(c, false);
+}
+
+template <bool kBf16>
+float widen(uint16_t bits) {
+    return kBf16 ? bf16_to_float(bits) : f16_to_float(bits);
+}
+
+// D (16 x 8) = A (16 x K, row) B (K x 8, column) + C, K = 8 or 16, fp32 accumulators.
+// list: 0 D, 1 A, 2 B, 3 C
+template <bool kBf16, int kDepth>
+Step multiply(Warp& warp, const Instruction& i, LaneMask) {
+    if (!warp.converged()) return Step::kBlock;
+    alignas(64) float a[16][kDepth], b[kDepth][8], d[16][8];
+    for (int r = 0; r < kDepth / 4; ++r) {
+        const auto* registers = warp.lanes<uint32_t>(i.list[1][r]);
+        for (int lane = 0; lane < 32; ++lane) {
+            const int row = lane / 4 + (r & 1) * 8, k = lane % 4 * 2 + (r >> 1) * 8;
+            a[row][k] = widen<kBf16>(static_cast<uint16_t>(registers[lane]));
+            a[row][k + 1] = widen<kBf16>(static_cast<uint16_t>(registers[lane] >> 16));
+        }
+    }
+    for (int r = 0; r < kDepth / 8; ++r) {
+        const auto* registers = warp.lanes<uint32_t>(i.list[2][r]);
+        for (int lane = 0; lane < 32; ++lane) {
+            const int k = lane % 4 * 2 + r * 8;
+            b[k][lane / 4] = widen<kBf16>(static_cast<uint16_t>(registers[lane]));
+            b[k + 1][lane / 4] = widen<kBf16>(static_cast<uint16_t>(registers[lane] >> 16));
+        }
+    }
+    for (int r = 0; r < 4; ++r) {
+        const auto* registers = warp.lanes<float>(i.list[3][r]);
+        for (int lane = 0; lane < 32; ++lane) d[lane / 4 + (r >> 1) * 8][lane % 4 * 2 + (r & 1)] = registers[lane];
+    }
+    for (int row = 0; row < 16; ++row) {
+        alignas(32) float sum[8] = {};
+        for (int k = 0; k < kDepth; ++k) {
+            for (int column = 0; column < 8; ++column) sum[column] += a[row][k] * b[k][column];
+        }
+        for (int column = 0; column < 8; ++column) d[row][column] += sum[column];
+    }
+    for (int r = 0; r < 4; ++r) {
+        auto* registers = warp.lanes<float>(i.list[0][r]);
+        for (int lane = 0; lane < 32; ++lane) registers[lane] = d[lane / 4 + (r >> 1) * 8][lane % 4 * 2 + (r & 1)];
+    }
+    return Step::kNext;
+}
+
+void decode_mma(DecodeContext& c) {
+    const std::string& opcode = c.syntax.opcode;
+    const bool bf16 = c.has("bf16");
+    const int depth = c.has("m16n8k16") ? 16 : c.has("m16n8k8") ? 8 : 0;
+    const std::string type = bf16 ? "bf16" : "f16";
+    const std::string expected =
+        format("mma.sync.aligned.m16n8k%d.row.col.f32.%s.%s.f32", depth, type.c_str(), type.c_str());
+    if (opcode != expected) c.fail("only m16n8k16 and m16n8k8 of f16 and bf16 with f32 accumulators are supported");
+    c.write_list(0, c.operand(0), 4);
+    c.read_list(1, c.operand(1), 4);
+    c.read_list(2, c.operand(2), 4);
+    c.read_list(3, c.operand(3), 4);
+    if (c.out.list_size[0] != 4 || c.out.list_size[1] != depth / 4 || c.out.list_size[2] != depth / 8 ||
+        c.out.list_size[3] != 4) {
+        c.fail("wrong number of registers");
+    }
+    c.out.handler = depth == 16 ? (bf16 ? multiply<true, 16> : multiply<false, 16>)
+                                : (bf16 ? multiply<true, 8> : multiply<false, 8>);
+}
+
+}  // namespace
+
+void register_matrix(OpcodeTable& table) {
+    table.add("ldmatrix", decode_ldmatrix);
+    table.add("stmatrix", decode_stmatrix);
+    table.add("mma", decode_mma);
+}
+
+}  // namespace ptx_emulator

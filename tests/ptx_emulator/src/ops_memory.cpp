@@ -1,0 +1,238 @@
+// ld, st, and what only hints or orders (PTX ISA 9.7.9.8 to 9.7.9.18): prefetch, createpolicy, discard.
+#include <cstring>
+
+#include "lanes.h"
+#include "machine.h"
+#include "memory.h"
+#include "opcode_table.h"
+
+namespace ptx_emulator {
+
+namespace {
+
+// Which of a ld's or st's modifiers order other accesses.
+MemoryOrder order_of(const DecodeContext& c) {
+    if (c.has("acquire")) return MemoryOrder::kAcquire;
+    if (c.has("release")) return MemoryOrder::kRelease;
+    if (c.has("relaxed") || c.has("volatile") || c.has("mmio")) return MemoryOrder::kRelaxed;
+    return MemoryOrder::kWeak;
+}
+
+struct AccessData : InstructionData {
+    MemoryOrder order = MemoryOrder::kWeak;
+    bool sign_extend = false;
+    uint32_t register_bytes = 0;
+};
+
+void note(Warp& warp, uint32_t lane, const MemoryReference& reference, uint32_t bytes, AccessKind kind,
+          MemoryOrder order) {
+    Checker& checker = warp.machine.checker;
+    if (!checker.enabled()) return;
+    const auto address = reinterpret_cast<uint64_t>(reference.data);
+    // Ordered accesses are morally strong: they do not race among themselves.
+    const AccessKind shown = order == MemoryOrder::kWeak ? kind : AccessKind::kAtomic;
+    const bool writes = kind == AccessKind::kWrite;
+    if (reference.space == Space::kShared) {
+        if (order != MemoryOrder::kWeak && !writes) checker.ordered_access(warp, address, order, true, false);
+        checker.shared_access(warp, lane, *reference.owner, reference.offset, bytes, shown);
+        if (order != MemoryOrder::kWeak && writes) checker.ordered_access(warp, address, order, false, true);
+    } else if (reference.space == Space::kGlobal) {
+        if (order != MemoryOrder::kWeak && !writes) checker.ordered_access(warp, address, order, true, false);
+        checker.global_access(warp, lane, address, bytes, shown);
+        if (order != MemoryOrder::kWeak && writes) checker.ordered_access(warp, address, order, false, true);
+    }
+}
+
+// Memory elements as wide as the registers: T each, V of them.
+template <class T, int V>
+Step load(Warp& warp, const Instruction& i, LaneMask mask) {
+    const auto& data = static_cast<const AccessData&>(*i.data);
+    T* registers[V];
+    for (int v = 0; v < V; ++v) registers[v] = warp.lanes<T>(i.list[0][v]);
+    uint64_t addresses[kWarpSize];  // before a destination overwrites the address register
+    for_lanes(mask, [&](uint32_t lane) { addresses[lane] = lane_address(warp, i, i.a, lane); });
+    for_lanes(mask, [&](uint32_t lane) {
+        const MemoryReference from = resolve(warp, i.space, addresses[lane], lane, sizeof(T) * V, sizeof(T) * V);
+        note(warp, lane, from, sizeof(T) * V, AccessKind::kRead, data.order);
+        T values[V];
+        std::memcpy(values, from.data, sizeof values);
+        for (int v = 0; v < V; ++v) registers[v][lane] = values[v];
+    });
+    return Step::kNext;
+}
+
+template <class T, int V>
+Step store(Warp& warp, const Instruction& i, LaneMask mask) {
+    const auto& data = static_cast<const AccessData&>(*i.data);
+    const T* registers[V];
+    for (int v = 0; v < V; ++v) registers[v] = warp.lanes<T>(i.list[0][v]);
+    bool shared = false;
+    for_lanes(mask, [&](uint32_t lane) {
+        const MemoryReference to =
+            resolve(warp, i.space, lane_address(warp, i, i.a, lane), lane, sizeof(T) * V, sizeof(T) * V);
+        note(warp, lane, to, sizeof(T) * V, AccessKind::kWrite, data.order);
+        T values[V];
+        for (int v = 0; v < V; ++v) values[v] = registers[v][lane];
+        std::memcpy(to.data, values, sizeof values);
+        if (to.owner) {
+            to.owner->shared.written_by_generic(to.offset, sizeof(T) * V);
+            shared = true;
+        }
+    });
+    if (shared || i.space != Space::kLocal) warp.machine.progressed();
+    return Step::kNext;
+}
+
+// Memory elements narrower than their registers: ld.u8 into 16 or 32 bits, st.b8 from them.
+Step load_narrow(Warp& warp, const Instruction& i, LaneMask mask) {
+    const auto& data = static_cast<const AccessData&>(*i.data);
+    const uint32_t count = i.list_size[0], bytes = i.bytes;
+    uint64_t addresses[kWarpSize];
+    for_lanes(mask, [&](uint32_t lane) { addresses[lane] = lane_address(warp, i, i.a, lane); });
+    for_lanes(mask, [&](uint32_t lane) {
+        const MemoryReference from = resolve(warp, i.space, addresses[lane], lane, bytes * count, bytes * count);
+        note(warp, lane, from, bytes * count, AccessKind::kRead, data.order);
+        for (uint32_t v = 0; v < count; ++v) {
+            uint64_t value = 0;
+            std::memcpy(&value, from.data + v * bytes, bytes);
+            if (data.sign_extend) {
+                const uint32_t shift = 64 - 8 * bytes;
+                value = static_cast<uint64_t>(static_cast<int64_t>(value << shift) >> shift);
+            }
+            std::memcpy(warp.lanes<uint8_t>(i.list[0][v]) + lane * data.register_bytes, &value, data.register_bytes);
+        }
+    });
+    return Step::kNext;
+}
+
+Step store_narrow(Warp& warp, const Instruction& i, LaneMask mask) {
+    const auto& data = static_cast<const AccessData&>(*i.data);
+    const uint32_t count = i.list_size[0], bytes = i.bytes;
+    for_lanes(mask, [&](uint32_t lane) {
+        const MemoryReference to =
+            resolve(warp, i.space, lane_address(warp, i, i.a, lane), lane, bytes * count, bytes * count);
+        note(warp, lane, to, bytes * count, AccessKind::kWrite, data.order);
+        for (uint32_t v = 0; v < count; ++v) {
+            std::memcpy(to.data + v * bytes, warp.lanes<uint8_t>(i.list[0][v]) + lane * data.register_bytes, bytes);
+        }
+        if (to.owner) to.owner->shared.written_by_generic(to.offset, bytes * count);
+    });
+    warp.machine.progressed();
+    return Step::kNext;
+}
+
+template <class T>
+Handler by_count(bool loads, size_t count) {
+    switch (count) {
+        case 1:
+            return loads ? load<T, 1> : store<T, 1>;
+        case 2:
+            return loads ? load<T, 2> : store<T, 2>;
+        case 4:
+            return loads ? load<T, 4> : store<T, 4>;
+        case 8:
+            return loads ? load<T, 8> : store<T, 8>;
+        default:
+            return nullptr;
+    }
+}
+
+Space space_of(const DecodeContext& c) {
+    for (const std::string& word : c.syntax.modifiers) {
+        if (word == "global") return Space::kGlobal;
+        if (word.compare(0, 6, "shared") == 0) return Space::kShared;
+        if (word == "local") return Space::kLocal;
+        if (word.compare(0, 5, "param") == 0) return Space::kParam;
+        if (word == "const") return Space::kConst;
+    }
+    return Space::kGeneric;
+}
+
+constexpr const char* kAccessModifiers =
+    "weak volatile relaxed acquire release mmio cta cluster gpu sys global shared shared::cta shared::cluster local "
+    "param param::entry param::func const ca cg cs lu cv wb wt nc L1::evict_normal L1::evict_unchanged L1::evict_first "
+    "L1::evict_last L1::no_allocate L2::evict_normal L2::evict_first L2::evict_last L2::cache_hint L2::64B L2::128B "
+    "L2::256B v2 v4 v8 b8 b16 b32 b64 u8 u16 u32 u64 s8 s16 s32 s64 f32 f64";
+
+void decode_access(DecodeContext& c, bool loads) {
+    c.allow(1, kAccessModifiers);
+    const SyntaxOperand& memory = c.operand(loads ? 1 : 0);
+    const SyntaxOperand& value = c.operand(loads ? 0 : 1);
+    const int bytes = c.type_size();
+    Space space = space_of(c);
+    // The parameters of a call sequence live in local memory.
+    if (space == Space::kParam && !memory.parts.empty() && memory.parts[0].kind == SyntaxOperand::Kind::kSymbol &&
+        c.is_local(memory.parts[0].name)) {
+        space = Space::kLocal;
+    }
+    c.out.a = c.address(memory, space);
+    const std::vector<SyntaxOperand> single{value};
+    const auto& elements = value.kind == SyntaxOperand::Kind::kVector ? value.parts : single;
+    auto data = std::make_shared<AccessData>();
+    data->order = order_of(c);
+    data->sign_extend = c.type()[0] == 's';
+    data->register_bytes = static_cast<uint32_t>(bytes);
+    for (const SyntaxOperand& element : elements) {
+        if (element.kind != SyntaxOperand::Kind::kRegister) continue;
+        uint32_t width = 0;
+        loads ? c.write_wide(element, &width) : c.read_wide(element, bytes, &width);
+        if (width < static_cast<uint32_t>(bytes)) c.fail("the register is narrower than the memory element");
+        data->register_bytes = width;
+    }
+    if (loads) {
+        c.write_list(0, value, data->register_bytes);
+    } else {
+        c.read_list(0, value, data->register_bytes);
+    }
+    c.out.bytes = static_cast<uint8_t>(bytes);
+    if (data->register_bytes != static_cast<uint32_t>(bytes) || bytes == 1) {
+        c.out.handler = loads ? load_narrow : store_narrow;
+    } else {
+        c.out.handler = bytes == 2   ? by_count<uint16_t>(loads, elements.size())
+                        : bytes == 4 ? by_count<uint32_t>(loads, elements.size())
+                        : bytes == 8 ? by_count<uint64_t>(loads, elements.size())
+                                     : nullptr;
+    }
+    if (data->order == MemoryOrder::kAcquire || data->order == MemoryOrder::kRelease) c.set_role(kRoleSynchronization);
+    c.out.data = std::move(data);
+}
+
+void decode_ld(DecodeContext& c) {
+    decode_access(c, true);
+}
+void decode_st(DecodeContext& c) {
+    decode_access(c, false);
+}
+
+Step nothing(Warp&, const Instruction&, LaneMask) {
+    return Step::kNext;
+}
+
+void decode_hint(DecodeContext& c) {
+    c.out.handler = nothing;
+}
+
+// A cache policy is an opaque number here.
+Step create_policy(Warp& warp, const Instruction& i, LaneMask mask) {
+    for_lanes(mask, [&](uint32_t lane) { warp.lanes<uint64_t>(i.dst)[lane] = 0; });
+    return Step::kNext;
+}
+
+void decode_createpolicy(DecodeContext& c) {
+    c.out.dst = c.write(0, 8);
+    c.out.handler = create_policy;
+}
+
+}  // namespace
+
+void register_memory(OpcodeTable& table) {
+    table.add("ld", decode_ld);
+    table.add("ldu", decode_ld);
+    table.add("st", decode_st);
+    table.add("prefetch", decode_hint);
+    table.add("prefetchu", decode_hint);
+    table.add("applypriority", decode_hint);
+    table.add("createpolicy", decode_createpolicy);
+}
+
+}  // namespace ptx_emulator

@@ -1,0 +1,30 @@
+// What the environment asks of a run; README.md lists the variables.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace ptx_emulator {
+
+// When the effects of asynchronous operations happen, and which warp runs.
+enum class Schedule {
+    kEager,   // at once; warps in turn
+    kLazy,    // as late as legal: when waited for, or when nothing else can run
+    kRandom,  // at random; warps change at random
+    kPct,     // random priorities with random change points (Burckhardt et al., ASPLOS 2010)
+};
+
+struct Options {
+    Schedule schedule = Schedule::kLazy;  // FLASH_EXT_EMULATOR_SCHEDULE
+    uint64_t seed = 0;                    // FLASH_EXT_EMULATOR_SEED
+    bool check = true;                    // FLASH_EXT_EMULATOR_CHECK: the happens-before checker
+    int64_t remove = -1;                  // FLASH_EXT_EMULATOR_REMOVE: index of the synchronisation instruction to drop
+    std::string remove_kernel;            // FLASH_EXT_EMULATOR_REMOVE_KERNEL: its kernel; empty: any
+    uint64_t stall_limit = 20'000'000;    // FLASH_EXT_EMULATOR_STALL_LIMIT: warp instructions without progress
+    bool trace = false;                   // FLASH_EXT_EMULATOR_TRACE: one line per launch on stderr
+
+    // Read anew at every launch. Throws EmulationError(kInvalidConfiguration) on a value that means nothing.
+    static Options from_environment();
+};
+
+}  // namespace ptx_emulator

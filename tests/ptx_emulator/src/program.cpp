@@ -1,0 +1,81 @@
+#include "program.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "decoder.h"
+#include "errors.h"
+#include "opcode_table.h"
+
+namespace ptx_emulator {
+
+ModuleGlobals::ModuleGlobals(const ModuleSyntax& module) {
+    for (const VariableSyntax& variable : module.globals) {
+        if (variable.is_extern) continue;
+        const uint32_t alignment = std::max<uint32_t>(variable.alignment, 16);
+        storage_.emplace_back(variable.bytes + alignment, 0);
+        uint8_t* data = storage_.back().data();
+        data += (alignment - reinterpret_cast<uintptr_t>(data) % alignment) % alignment;
+        std::memcpy(data, variable.initial.data(), std::min<size_t>(variable.initial.size(), variable.bytes));
+        addresses_[variable.name] = reinterpret_cast<uint64_t>(data);
+    }
+    for (const VariableSyntax& variable : module.globals) {
+        for (const auto& [offset, symbol] : variable.relocations) {
+            const uint64_t value = address(symbol);
+            std::memcpy(reinterpret_cast<uint8_t*>(addresses_[variable.name]) + offset, &value, 8);
+        }
+    }
+}
+
+uint64_t ModuleGlobals::address(const std::string& name) const {
+    const auto it = addresses_.find(name);
+    return it == addresses_.end() ? 0 : it->second;
+}
+
+Program::Program(const ModuleSyntax& module, const KernelSyntax& kernel, const ModuleGlobals& globals, std::string path)
+    : name(kernel.name), ptx_path(std::move(path)), target(module.target), files(module.files) {
+    parameters = kernel.parameters;
+    parameter_bytes = kernel.parameter_bytes;
+    std::copy(kernel.required_cluster, kernel.required_cluster + 3, required_cluster);
+    std::copy(kernel.max_threads, kernel.max_threads + 3, max_threads);
+    std::copy(kernel.required_threads, kernel.required_threads + 3, required_threads);
+    RegisterFileBuilder registers(*this, module, kernel, globals);
+    code.resize(kernel.instructions.size());
+    info.resize(kernel.instructions.size());
+    for (size_t i = 0; i < kernel.instructions.size(); ++i) {
+        const SyntaxInstruction& syntax = kernel.instructions[i];
+        info[i].opcode = syntax.opcode;
+        info[i].text = syntax.text;
+        info[i].line = syntax.line;
+        info[i].source = syntax.source;
+        DecodeContext context(syntax, kernel, *this, registers, code[i], info[i]);
+        if (syntax.guard >= 0) {
+            code[i].guard = registers.of_register(syntax.guard);
+            code[i].guard_negated = syntax.guard_negated;
+            info[i].reads.push_back(code[i].guard);
+        }
+        const DecodeFunction decode = OpcodeTable::instance().find(syntax.modifiers);
+        if (!decode) context.fail("unknown opcode");
+        decode(context);
+        if (!code[i].handler) context.fail("unknown form of the opcode");
+        uses_async_proxy |= (info[i].roles & kRoleAsyncProxy) != 0;
+    }
+    registers.finish();
+}
+
+std::string Program::where(uint32_t pc) const {
+    if (pc >= info.size()) return name + ": end of the kernel";
+    const InstructionInfo& at = info[pc];
+    const auto file = files.find(at.source.file);
+    auto base = [](const std::string& path) { return path.substr(path.find_last_of('/') + 1); };
+    const std::string source =
+        file == files.end() ? "" : format(" (%s:%d)", base(file->second).c_str(), at.source.line);
+    return format("%s:%d%s: %s", base(ptx_path).c_str(), at.line, source.c_str(), at.text.c_str());
+}
+
+const uint32_t* Program::keep(std::vector<uint32_t> list) {
+    lists_.push_back(std::move(list));
+    return lists_.back().data();
+}
+
+}  // namespace ptx_emulator

@@ -1,0 +1,77 @@
+// A kernel ready to run: decoded instructions, the layout of its register file, shared and local memory.
+#pragma once
+
+#include <deque>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "ast.h"
+#include "instruction.h"
+
+namespace ptx_emulator {
+
+// The globals of a loaded module; they live as long as the process, as device variables do.
+class ModuleGlobals {
+  public:
+    explicit ModuleGlobals(const ModuleSyntax& module);
+    // Host address of a .global or .const variable, 0 if there is none of that name.
+    uint64_t address(const std::string& name) const;
+
+  private:
+    std::map<std::string, uint64_t> addresses_;
+    std::deque<std::vector<uint8_t>> storage_;
+};
+
+struct SpecialRegister {
+    std::string name;  // "%tid.x"
+    uint32_t offset = 0;
+    uint32_t bytes = 4;
+};
+
+// Register-file constants that depend on the CTA or warp: filled when a warp starts.
+struct SymbolRegister {
+    enum class Kind { kShared, kDynamicShared, kLocal, kParam } kind = Kind::kShared;
+    uint32_t offset = 0;  // in the register file
+    uint32_t bytes = 8;
+    uint32_t value = 0;  // offset in that space
+};
+
+class Program {
+  public:
+    // Decodes a kernel. Throws EmulationError(kInvalidPtx) with opcode and line for what no handler knows.
+    Program(const ModuleSyntax& module, const KernelSyntax& kernel, const ModuleGlobals& globals, std::string ptx_path);
+
+    std::string name;
+    std::string ptx_path;
+    std::string target;  // "sm_80"
+    std::map<int, std::string> files;
+    std::vector<Instruction> code;
+    std::vector<InstructionInfo> info;  // beside code
+    std::vector<ParameterSyntax> parameters;
+    uint32_t parameter_bytes = 0;
+    uint32_t static_shared = 0;       // bytes
+    uint32_t dynamic_alignment = 16;  // of extern .shared
+    uint32_t local_bytes = 0;         // per thread
+    uint32_t required_cluster[3] = {0, 0, 0};
+    uint32_t max_threads[3] = {0, 0, 0};
+    uint32_t required_threads[3] = {0, 0, 0};
+    bool uses_async_proxy = false;
+
+    // ---- register file: per register 32 lanes of its width; predicates are one LaneMask
+    uint32_t register_bytes = 0;
+    std::vector<uint8_t> initial_registers;  // 0xff where undefined, constants in place
+    std::vector<SpecialRegister> specials;
+    std::vector<SymbolRegister> symbols;
+
+    // "kernel.ptx:120 (forward.cuh:88): ldmatrix..." for reports.
+    std::string where(uint32_t pc) const;
+    // Keeps vector operands alive; used by the decoder.
+    const uint32_t* keep(std::vector<uint32_t> list);
+
+  private:
+    std::deque<std::vector<uint32_t>> lists_;
+};
+
+}  // namespace ptx_emulator

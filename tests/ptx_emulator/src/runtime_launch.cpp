@@ -1,0 +1,273 @@
+// Kernel launches and function attributes of the stand-in.
+#include <csetjmp>
+#include <csignal>
+#include <cstdio>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <vector>
+
+#include <xmmintrin.h>
+
+#include "kernel_library.h"
+#include "runtime.h"
+
+namespace ptx_emulator {
+
+namespace {
+
+std::mutex launch_mutex;  // one launch at a time
+
+struct CallConfiguration {
+    dim3 grid, block;
+    size_t shared = 0;
+    cudaStream_t stream = nullptr;
+};
+thread_local std::vector<CallConfiguration> call_configurations;
+
+std::map<const void*, int>& shared_limits() {
+    static auto* limits = new std::map<const void*, int>;
+    return *limits;
+}
+
+Dim3 convert(dim3 d) {
+    return {d.x, d.y, d.z};
+}
+
+// A wild pointer of the kernel faults in the host's memory. For the time of a launch the faults of this thread come
+// back to the launch; others go where they would have gone.
+thread_local sigjmp_buf fault_jump;
+thread_local volatile sig_atomic_t fault_armed = 0;
+thread_local void* volatile fault_address = nullptr;
+struct sigaction previous_segv, previous_bus;
+
+void on_fault(int signal, siginfo_t* information, void* context) {
+    if (fault_armed) {
+        fault_armed = 0;
+        fault_address = information->si_addr;
+        siglongjmp(fault_jump, 1);
+    }
+    const struct sigaction& previous = signal == SIGSEGV ? previous_segv : previous_bus;
+    if (previous.sa_flags & SA_SIGINFO) {
+        previous.sa_sigaction(signal, information, context);
+    } else if (previous.sa_handler != SIG_DFL && previous.sa_handler != SIG_IGN) {
+        previous.sa_handler(signal);
+    } else {
+        std::signal(signal, SIG_DFL);
+        std::raise(signal);
+    }
+}
+
+class FaultGuard {
+  public:
+    FaultGuard() {
+        struct sigaction action = {};
+        action.sa_sigaction = on_fault;
+        action.sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK;
+        sigaction(SIGSEGV, &action, &previous_segv);
+        sigaction(SIGBUS, &action, &previous_bus);
+    }
+    ~FaultGuard() {
+        fault_armed = 0;
+        sigaction(SIGSEGV, &previous_segv, nullptr);
+        sigaction(SIGBUS, &previous_bus, nullptr);
+    }
+};
+
+// Kernels see IEEE arithmetic with subnormals whatever the process has set.
+class FloatingPointGuard {
+  public:
+    FloatingPointGuard() : saved_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
+    ~FloatingPointGuard() { _mm_setcsr(saved_); }
+
+  private:
+    unsigned saved_;
+};
+
+void run_guarded(Machine& machine) {
+    const FloatingPointGuard floating_point;
+    const FaultGuard faults;
+    if (sigsetjmp(fault_jump, 1) == 0) {
+        fault_armed = 1;
+        machine.run();
+        fault_armed = 0;
+        return;
+    }
+    // The stack between here and the fault is gone; the machine itself is intact and is destroyed as usual.
+    std::string text =
+        format("illegal access of global memory at %p in kernel %s", fault_address, machine.program.name.c_str());
+    if (const Warp* warp = machine.current_warp) {
+        text += format("\n  CTA (%u,%u,%u) warp %u at %s", warp->cta.id.x, warp->cta.id.y, warp->cta.id.z, warp->index,
+                       machine.program.where(warp->pc()).c_str());
+    }
+    throw EmulationError(Fault::kIllegalAddress, text);
+}
+
+LaunchStatistics latest_statistics;
+
+}  // namespace
+
+DeviceModel current_device_model() {
+    return DeviceModel::from_environment(KernelLibrary::instance().default_capability());
+}
+
+int dynamic_shared_limit(const void* host_function) {
+    const auto it = shared_limits().find(host_function);
+    return it == shared_limits().end() ? 48 * 1024 : it->second;
+}
+
+void launch(const void* host_function, Dim3 grid, Dim3 block, Dim3 cluster, size_t dynamic_shared, void** arguments) {
+    const std::lock_guard<std::mutex> lock(launch_mutex);
+    const char* name = kernel_name(host_function);
+    if (!name) raise(Fault::kMissingKernel, "launch of a function that no object registered");
+    const Options options = Options::from_environment();
+    const Program& program = KernelLibrary::instance().program(name, options);
+    const DeviceModel device = current_device_model();
+    LaunchConfig config;
+    config.grid = grid;
+    config.block = block;
+    config.cluster = cluster;
+    if (cluster.count() <= 1 && program.required_cluster[0]) {
+        config.cluster = {program.required_cluster[0], program.required_cluster[1], program.required_cluster[2]};
+    }
+    config.dynamic_shared = static_cast<uint32_t>(dynamic_shared);
+    const size_t shared = dynamic_shared + program.static_shared;
+    if (shared > 48 * 1024 && static_cast<int>(dynamic_shared) > dynamic_shared_limit(host_function)) {
+        raise(Fault::kInvalidConfiguration,
+              "%zu bytes of dynamic shared memory, but cudaFuncAttributeMaxDynamicSharedMemorySize is %d",
+              dynamic_shared, dynamic_shared_limit(host_function));
+    }
+    config.parameters.assign(program.parameter_bytes, 0);
+    for (size_t i = 0; i < program.parameters.size(); ++i) {
+        const ParameterSyntax& parameter = program.parameters[i];
+        std::memcpy(&config.parameters[parameter.offset], arguments[i], parameter.bytes);
+    }
+    Machine machine(program, config, device, options);
+    run_guarded(machine);
+    latest_statistics = machine.statistics;
+    if (options.trace) {
+        std::fprintf(stderr, "PTX emulator: %s: %u CTAs, %u resident, %llu warp instructions\n", name,
+                     machine.statistics.ctas, machine.statistics.resident_ctas,
+                     static_cast<unsigned long long>(machine.statistics.warp_instructions));
+    }
+}
+
+}  // namespace ptx_emulator
+
+using namespace ptx_emulator;
+
+extern "C" {
+
+unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, cudaStream_t stream) {
+    call_configurations.push_back({grid, block, shared, stream});
+    return 0;
+}
+
+cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared, void* stream) {
+    if (call_configurations.empty()) return set_last_error(cudaErrorInvalidConfiguration);
+    const CallConfiguration configuration = call_configurations.back();
+    call_configurations.pop_back();
+    *grid = configuration.grid;
+    *block = configuration.block;
+    *shared = configuration.shared;
+    *static_cast<cudaStream_t*>(stream) = configuration.stream;
+    return cudaSuccess;
+}
+
+cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, void** arguments, size_t shared,
+                             cudaStream_t) {
+    return guarded([&] { launch(function, convert(grid), convert(block), {}, shared, arguments); });
+}
+
+cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void** arguments, size_t shared,
+                               cudaStream_t stream) {
+    return cudaLaunchKernel(reinterpret_cast<const void*>(kernel), grid, block, arguments, shared, stream);
+}
+
+cudaError_t __cudaLaunchKernel_ptsz(cudaKernel_t kernel, dim3 grid, dim3 block, void** arguments, size_t shared,
+                                    cudaStream_t stream) {
+    return cudaLaunchKernel(reinterpret_cast<const void*>(kernel), grid, block, arguments, shared, stream);
+}
+
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* function, void** arguments) {
+    Dim3 cluster;
+    for (unsigned i = 0; i < config->numAttrs; ++i) {
+        if (config->attrs[i].id != cudaLaunchAttributeClusterDimension) continue;
+        const auto& dimension = config->attrs[i].val.clusterDim;
+        cluster = {dimension.x, dimension.y, dimension.z};
+    }
+    return guarded([&] {
+        launch(function, convert(config->gridDim), convert(config->blockDim), cluster, config->dynamicSmemBytes,
+               arguments);
+    });
+}
+
+cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribute, int value) {
+    return guarded([&] {
+        if (!kernel_name(function)) raise(Fault::kMissingKernel, "cudaFuncSetAttribute of an unknown function");
+        if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return;
+        const auto limit = static_cast<int>(current_device_model().shared_per_cta);
+        if (value < 0 || value > limit) {
+            raise(Fault::kInvalidConfiguration, "%d bytes of dynamic shared memory, the device has %d", value, limit);
+        }
+        const std::lock_guard<std::mutex> lock(launch_mutex);
+        shared_limits()[function] = value;
+    });
+}
+
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* function) {
+    return guarded([&] {
+        const char* name = kernel_name(function);
+        if (!name) raise(Fault::kMissingKernel, "cudaFuncGetAttributes of an unknown function");
+        const std::lock_guard<std::mutex> lock(launch_mutex);
+        const Program& program = KernelLibrary::instance().program(name, Options::from_environment());
+        *attributes = cudaFuncAttributes{};
+        attributes->sharedSizeBytes = program.static_shared;
+        attributes->maxThreadsPerBlock = program.max_threads[0] ? static_cast<int>(program.max_threads[0]) : 1024;
+        attributes->localSizeBytes = program.local_bytes;
+        attributes->maxDynamicSharedSizeBytes = dynamic_shared_limit(function);
+    });
+}
+
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void* function, int threads,
+                                                          size_t shared) {
+    return guarded([&] {
+        const char* name = kernel_name(function);
+        if (!name) raise(Fault::kMissingKernel, "occupancy of an unknown function");
+        const std::lock_guard<std::mutex> lock(launch_mutex);
+        const Program& program = KernelLibrary::instance().program(name, Options::from_environment());
+        *blocks = static_cast<int>(current_device_model().occupancy(
+            static_cast<uint32_t>(threads), static_cast<uint32_t>(shared) + program.static_shared));
+    });
+}
+
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, const void* function, int threads,
+                                                                   size_t shared, unsigned) {
+    return cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks, function, threads, shared);
+}
+
+cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void* function, const cudaLaunchConfig_t* config) {
+    uint32_t size = 1;
+    for (unsigned i = 0; i < config->numAttrs; ++i) {
+        if (config->attrs[i].id != cudaLaunchAttributeClusterDimension) continue;
+        const auto& dimension = config->attrs[i].val.clusterDim;
+        size = dimension.x * dimension.y * dimension.z;
+    }
+    int blocks = 0;
+    const auto threads = static_cast<int>(config->blockDim.x * config->blockDim.y * config->blockDim.z);
+    const cudaError_t error =
+        cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, function, threads, config->dynamicSmemBytes);
+    if (error != cudaSuccess) return error;
+    return guarded(
+        [&] { *clusters = blocks * static_cast<int>(current_device_model().sm_count) / static_cast<int>(size); });
+}
+
+// For tests: the latest launch of this library. CTAs started, CTAs resident at most, warp instructions.
+__attribute__((visibility("default"))) void flash_ext_emulator_statistics(uint32_t* ctas, uint32_t* resident,
+                                                                          uint64_t* instructions) {
+    const std::lock_guard<std::mutex> lock(launch_mutex);
+    *ctas = latest_statistics.ctas;
+    *resident = latest_statistics.resident_ctas;
+    *instructions = latest_statistics.warp_instructions;
+}
+}

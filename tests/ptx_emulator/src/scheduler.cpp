@@ -1,0 +1,150 @@
+// Which warp runs next, and when asynchronous operations take effect: the part of Machine that differs by schedule.
+#include <algorithm>
+
+#include "errors.h"
+#include "machine.h"
+
+namespace ptx_emulator {
+
+std::vector<Warp*> Machine::resident_warps() const {
+    std::vector<Warp*> warps;
+    for (const auto& cluster : clusters) {
+        for (const auto& cta : cluster->ctas) {
+            for (const auto& warp : cta->warps) {
+                if (!warp->done()) warps.push_back(warp.get());
+            }
+        }
+    }
+    return warps;
+}
+
+bool Machine::run_warp(Warp& warp, uint32_t budget) {
+    const uint64_t before = progress;
+    const uint64_t instructions_before = warp.instructions;
+    current_warp = &warp;
+    const Warp::Outcome outcome = warp.run(budget);
+    current_warp = nullptr;
+    statistics.warp_instructions += warp.instructions - instructions_before;
+    if (progress != before || outcome != Warp::Outcome::kBlocked) {
+        if (outcome == Warp::Outcome::kBlocked) warp.blocked_at = progress;
+        return true;
+    }
+    warp.blocked_at = progress;
+    return false;
+}
+
+// A warp that spins (on global memory, say) executes instructions for ever without any effect.
+void Machine::check_stall() {
+    if (progress != stall_progress_) {
+        stall_progress_ = progress;
+        stall_since_ = statistics.warp_instructions;
+    } else if (statistics.warp_instructions - stall_since_ > options.stall_limit) {
+        raise(Fault::kDeadlock, "no progress in %llu instructions\n%s",
+              static_cast<unsigned long long>(options.stall_limit), deadlock_report().c_str());
+    }
+}
+
+void Machine::run_in_turn() {
+    const bool is_random = options.schedule == Schedule::kRandom;
+    while (!clusters.empty()) {
+        const std::vector<Warp*> warps = resident_warps();
+        bool moved = false;
+        const size_t first = is_random && !warps.empty() ? random.below(static_cast<uint32_t>(warps.size())) : 0;
+        for (size_t i = 0; i < warps.size(); ++i) {
+            Warp& warp = *warps[(first + i) % warps.size()];
+            if (warp.done() || warp.blocked_at == progress) continue;
+            moved |= run_warp(warp, is_random ? 1 + random.below(400) : 100'000);
+        }
+        if (options.schedule == Schedule::kEager) {
+            while (async.run_some()) {
+                moved = true;
+                progressed();
+            }
+        } else if (is_random && random.below(4) == 0 && async.run_some()) {
+            moved = true;
+            progressed();
+        }
+        if (!moved) {
+            if (!async.run_some()) raise(Fault::kDeadlock, "deadlock\n%s", deadlock_report().c_str());
+            progressed();
+        }
+        retire();
+        check_stall();
+    }
+}
+
+// Probabilistic concurrency testing: the agent of highest priority runs; priorities change at random points. The async
+// engine is one agent among the warps.
+void Machine::run_by_priority() {
+    constexpr double kChange = 0.02;
+    double engine_priority = random.uniform();
+    std::vector<std::pair<const Warp*, double>> priorities;
+    auto priority_of = [&](const Warp* warp) -> double& {
+        for (auto& [known, value] : priorities) {
+            if (known == warp) return value;
+        }
+        priorities.emplace_back(warp, random.uniform());
+        return priorities.back().second;
+    };
+    size_t known_clusters = 0;
+    std::vector<Warp*> warps;
+    while (!clusters.empty()) {
+        if (statistics.ctas != known_clusters) {
+            known_clusters = statistics.ctas;
+            warps = resident_warps();
+            priorities.clear();  // pointers of ended warps may be reused
+        }
+        Warp* best = nullptr;
+        for (Warp* warp : warps) {
+            if (warp->done() || warp->blocked_at == progress) continue;
+            if (!best || priority_of(warp) > priority_of(best)) best = warp;
+        }
+        if ((!best || engine_priority > priority_of(best)) && async.run_some()) {
+            progressed();
+            if (random.uniform() < 0.3) engine_priority = random.uniform();
+            continue;
+        }
+        if (!best) raise(Fault::kDeadlock, "deadlock\n%s", deadlock_report().c_str());
+        run_warp(*best, 1 + random.below(2000));
+        if (random.uniform() < kChange) priority_of(best) = random.uniform() * 0.5;
+        if (best->done()) {
+            const size_t before = clusters.size();
+            const uint32_t started = statistics.ctas;
+            retire();
+            if (clusters.size() != before || statistics.ctas != started) known_clusters = 0;
+        } else if (warps.size() > 1 && stall_progress_ == progress) {
+            // A spinning warp must not keep the others from running for ever.
+            priority_of(best) = random.uniform() * 0.5;
+        }
+        check_stall();
+    }
+}
+
+std::string Machine::deadlock_report() const {
+    std::string text;
+    int lines = 0;
+    for (const auto& cluster : clusters) {
+        for (const auto& cta : cluster->ctas) {
+            for (const auto& warp : cta->warps) {
+                for (const LaneGroup& group : warp->groups) {
+                    if (++lines > 40) continue;
+                    text += format("  CTA (%u,%u,%u) warp %u lanes %08x at %s", cta->id.x, cta->id.y, cta->id.z,
+                                   warp->index, group.mask, program.where(group.pc).c_str());
+                    if (group.pc < program.info.size() && program.info[group.pc].describe_wait) {
+                        text += "\n      " + program.info[group.pc].describe_wait(*warp, program.code[group.pc]);
+                    }
+                    text += "\n";
+                }
+            }
+        }
+    }
+    if (lines > 40) text += format("  and %d more\n", lines - 40);
+    for (const AsyncQueue* queue : async.queues()) {
+        for (const AsyncOperation& operation : queue->pending()) {
+            if (!operation.what.empty()) text += "  pending: " + operation.what + "\n";
+        }
+    }
+    return text;
+}
+
+}  // namespace ptx_emulator

@@ -1,0 +1,236 @@
+#include "warp.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "address_space.h"
+#include "errors.h"
+#include "machine.h"
+
+namespace ptx_emulator {
+
+Warp::Warp(Machine& m, Cta& c, uint32_t i, LaneMask lanes) : machine(m), cta(c), program(m.program), index(i) {
+    groups.push_back({lanes, 0, false});
+    register_storage_.resize(program.register_bytes + 64);
+    registers_ = register_storage_.data();
+    registers_ += (64 - reinterpret_cast<uintptr_t>(registers_) % 64) % 64;
+    local_storage_.assign(size_t{program.local_bytes} * kWarpSize, 0xff);
+    initialize_registers();
+    machine.async.attach(&copies.queue);
+}
+
+Warp::~Warp() {
+    machine.async.detach(&copies.queue);
+}
+
+// The value of a special register (PTX ISA chapter 10) that is fixed for a warp's life.
+static uint64_t special_value(const Warp& warp, const std::string& name, uint32_t lane) {
+    const Cta& cta = warp.cta;
+    const LaunchConfig& config = warp.machine.config;
+    const Dim3 &block = config.block, &grid = config.grid, &cluster = config.cluster;
+    const uint32_t thread = warp.index * kWarpSize + lane;
+    const Dim3 tid{thread % block.x, thread / block.x % block.y, thread / block.x / block.y};
+    const Dim3 cluster_id{cta.id.x / cluster.x, cta.id.y / cluster.y, cta.id.z / cluster.z};
+    const Dim3 cluster_count{grid.x / cluster.x, grid.y / cluster.y, grid.z / cluster.z};
+    const Dim3 cta_in_cluster{cta.id.x % cluster.x, cta.id.y % cluster.y, cta.id.z % cluster.z};
+    const struct {
+        const char* name;
+        const Dim3& value;
+    } vectors[] = {{"%tid", tid},
+                   {"%ntid", block},
+                   {"%ctaid", cta.id},
+                   {"%nctaid", grid},
+                   {"%clusterid", cluster_id},
+                   {"%nclusterid", cluster_count},
+                   {"%cluster_ctaid", cta_in_cluster},
+                   {"%cluster_nctaid", cluster}};
+    for (const auto& [prefix, value] : vectors) {
+        const size_t length = std::strlen(prefix);
+        if (name.size() != length + 2 || name.compare(0, length, prefix) != 0 || name[length] != '.') continue;
+        return name.back() == 'x' ? value.x : name.back() == 'y' ? value.y : value.z;
+    }
+    if (name == "%laneid") return lane;
+    if (name == "%warpid") return warp.index;
+    if (name == "%nwarpid") return (block.count() + kWarpSize - 1) / kWarpSize;
+    if (name == "%cluster_ctarank") return cta.rank;
+    if (name == "%cluster_nctarank") return cluster.count();
+    if (name == "%is_explicit_cluster") return cluster.count() > 1;
+    if (name == "%smid") return cta.sm;
+    if (name == "%nsmid") return warp.machine.device.sm_count;
+    if (name == "%gridid") return 1;
+    if (name == "%lanemask_eq") return lane_bit(lane);
+    if (name == "%lanemask_lt") return lane_bit(lane) - 1;
+    if (name == "%lanemask_le") return lane_bit(lane) | (lane_bit(lane) - 1);
+    if (name == "%lanemask_gt") return ~(lane_bit(lane) | (lane_bit(lane) - 1));
+    if (name == "%lanemask_ge") return ~(lane_bit(lane) - 1);
+    if (name == "%dynamic_smem_size") return config.dynamic_shared;
+    if (name == "%total_smem_size") return warp.machine.shared_bytes();
+    if (name == "%clock" || name == "%clock64" || name == "%globaltimer" || name == "%clock_hi" ||
+        name == "%globaltimer_lo" || name == "%globaltimer_hi") {
+        return 0;  // read by mov at run time (ops_move.cpp)
+    }
+    raise(Fault::kInvalidPtx, "unknown special register %s", name.c_str());
+}
+
+void Warp::initialize_registers() {
+    std::memcpy(registers_, program.initial_registers.data(), program.register_bytes);
+    auto put = [&](uint32_t offset, uint32_t bytes, uint32_t lane, uint64_t value) {
+        std::memcpy(registers_ + offset + lane * bytes, &value, bytes);
+    };
+    const uint64_t rank = uint64_t{cta.rank} << kSharedRankShift;
+    for (const SymbolRegister& symbol : program.symbols) {
+        uint64_t value = symbol.value;
+        switch (symbol.kind) {
+            case SymbolRegister::Kind::kShared:
+                value |= rank;
+                break;
+            case SymbolRegister::Kind::kDynamicShared:
+                value = rank | (machine.dynamic_shared_offset() + value);
+                break;
+            case SymbolRegister::Kind::kLocal:
+                break;
+            case SymbolRegister::Kind::kParam:
+                value += reinterpret_cast<uint64_t>(machine.parameters());
+                break;
+        }
+        for (uint32_t lane = 0; lane < kWarpSize; ++lane) put(symbol.offset, symbol.bytes, lane, value);
+    }
+    for (const SpecialRegister& special : program.specials) {
+        for (uint32_t lane = 0; lane < kWarpSize; ++lane) {
+            put(special.offset, special.bytes, lane, special_value(*this, special.name, lane));
+        }
+    }
+}
+
+LaneMask Warp::live() const {
+    LaneMask mask = 0;
+    for (const LaneGroup& group : groups) mask |= group.mask;
+    return mask;
+}
+
+uint8_t* Warp::local(uint32_t lane, uint64_t offset, uint32_t bytes) {
+    if (offset + bytes > program.local_bytes) {
+        raise(Fault::kIllegalAddress, "local memory access at %llu, %u bytes, of %u per thread",
+              static_cast<unsigned long long>(offset), bytes, program.local_bytes);
+    }
+    return &local_storage_[size_t{lane} * program.local_bytes + offset];
+}
+
+// The runnable group with the lowest pc, or with the highest one after a lowest group has starved the others.
+int Warp::pick_group() {
+    int best = -1;
+    for (size_t i = 0; i < groups.size(); ++i) {
+        if (groups[i].blocked) continue;
+        const bool better =
+            best < 0 || (starve_lowest_ ? groups[i].pc > groups[best].pc : groups[i].pc < groups[best].pc);
+        if (better) best = static_cast<int>(i);
+    }
+    starve_lowest_ = false;
+    return best;
+}
+
+Warp::Outcome Warp::run(uint32_t budget) {
+    for (LaneGroup& group : groups) group.blocked = false;
+    const Instruction* const code = program.code.data();
+    const uint64_t begin = instructions;
+    while (instructions - begin < budget) {
+        if (groups.empty()) {
+            cta.warp_ended(*this);
+            return Outcome::kDone;
+        }
+        int current = pick_group();
+        if (current < 0) return Outcome::kBlocked;
+        // Groups that have met go on together.
+        for (size_t i = 0; i < groups.size();) {
+            if (static_cast<int>(i) != current && groups[i].pc == groups[current].pc) {
+                groups[current].mask |= groups[i].mask;
+                groups.erase(groups.begin() + static_cast<std::ptrdiff_t>(i));
+                if (static_cast<int>(i) < current) --current;
+            } else {
+                ++i;
+            }
+        }
+        const bool alone = groups.size() == 1;
+        uint32_t meet = ~0u;  // the next pc at which another group waits
+        if (!alone) {
+            for (const LaneGroup& group : groups) {
+                if (group.pc > groups[current].pc) meet = std::min(meet, group.pc);
+            }
+        }
+        const LaneMask mask = groups[current].mask;
+        uint32_t pc = groups[current].pc;
+        active_ = mask;
+        for (bool switch_group = false; !switch_group;) {
+            if (pc >= program.code.size()) {  // a body may end without ret
+                groups.erase(groups.begin() + current);
+                machine.progressed();
+                break;
+            }
+            const Instruction& instruction = code[pc];
+            LaneMask lanes = mask;
+            if (instruction.guard != kNoRegister) {
+                const LaneMask guard = predicate(instruction.guard);
+                lanes &= instruction.guard_negated ? ~guard : guard;
+            }
+            ++instructions;
+            pc_ = pc;
+            Step step = Step::kNext;
+            if (lanes) {
+                if (registers_in_flight) machine.checker.check_in_flight(*this, instruction);
+                step = instruction.handler(*this, instruction, lanes);
+            }
+            const uint32_t before = pc;
+            switch (step) {
+                case Step::kNext:
+                    ++pc;
+                    break;
+                case Step::kJump:
+                    if (lanes == mask) {
+                        pc = instruction.target;
+                    } else {
+                        groups[current].mask = mask & ~lanes;
+                        groups[current].pc = pc + 1;
+                        groups.push_back({lanes, instruction.target, false});
+                        switch_group = true;
+                    }
+                    break;
+                case Step::kBlock:
+                    groups[current].pc = pc;
+                    groups[current].blocked = true;
+                    switch_group = true;
+                    break;
+                case Step::kYield:
+                    groups[current].pc = pc + 1;
+                    groups[current].blocked = true;
+                    switch_group = true;
+                    break;
+                case Step::kExit:
+                    if (lanes == mask) {
+                        groups.erase(groups.begin() + current);
+                    } else {
+                        groups[current].mask = mask & ~lanes;
+                        groups[current].pc = pc + 1;
+                    }
+                    if (added_.empty()) machine.progressed();
+                    groups.insert(groups.end(), added_.begin(), added_.end());
+                    added_.clear();
+                    switch_group = true;
+                    break;
+            }
+            if (switch_group) break;
+            const bool spent = instructions - begin >= budget;
+            if (pc >= meet || spent || (!alone && pc < before)) {
+                groups[current].pc = pc;
+                if (spent && !alone) starve_lowest_ = true;
+                break;
+            }
+        }
+    }
+    if (groups.empty()) {
+        cta.warp_ended(*this);
+        return Outcome::kDone;
+    }
+    return Outcome::kBudget;
+}
+
+}  // namespace ptx_emulator

@@ -1,0 +1,102 @@
+// One warp: its registers, its groups of lanes that run together, and what it waits for.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+#include "async_engine.h"
+#include "checker.h"
+#include "instruction.h"
+#include "named_barrier.h"
+#include "program.h"
+#include "types.h"
+
+namespace ptx_emulator {
+
+// Lanes that stand at the same instruction (independent thread scheduling, simplified: the group with the lowest pc
+// runs first, and groups that meet join).
+struct LaneGroup {
+    LaneMask mask = 0;
+    uint32_t pc = 0;
+    bool blocked = false;
+};
+
+// The cp.async copies of a warp and their groups.
+struct CopyState {
+    CopyState() : queue(AsyncQueue::Order::kAny, AsyncQueue::Trigger::kWait) {}
+    AsyncQueue queue;
+    std::vector<uint64_t> groups;  // per committed group: the ticket of its last copy
+    uint64_t groups_waited = 0;    // groups[0..groups_waited) are complete
+    uint64_t tickets_waited = 0;
+    uint32_t next_group() const { return static_cast<uint32_t>(groups.size()) + 1; }
+};
+
+class Warp {
+  public:
+    Warp(Machine& machine, Cta& cta, uint32_t index, LaneMask lanes);
+    ~Warp();
+    Warp(const Warp&) = delete;
+
+    enum class Outcome { kBlocked, kBudget, kDone };
+    // Interprets until every group is blocked, the budget of instructions is used up, or all lanes have ended.
+    Outcome run(uint32_t budget);
+
+    // ---- registers
+    template <class T>
+    T* lanes(uint32_t offset) {
+        return reinterpret_cast<T*>(registers_ + offset);
+    }
+    template <class T>
+    const T* lanes(uint32_t offset) const {
+        return reinterpret_cast<const T*>(registers_ + offset);
+    }
+    LaneMask& predicate(uint32_t offset) { return *reinterpret_cast<LaneMask*>(registers_ + offset); }
+    LaneMask predicate(uint32_t offset) const { return *reinterpret_cast<const LaneMask*>(registers_ + offset); }
+    void set_predicate(uint32_t offset, LaneMask values, LaneMask mask) {
+        LaneMask& p = predicate(offset);
+        p = (p & ~mask) | (values & mask);
+    }
+
+    // ---- lanes
+    LaneMask active() const { return active_; }  // of the group that runs, before the guard
+    LaneMask live() const;                       // lanes that have not ended
+    bool converged() const { return active_ == live(); }
+    bool done() const { return groups.empty(); }
+    uint32_t pc() const { return pc_; }
+    // Replaces lanes of the running group by groups that stand elsewhere; the handler then returns Step::kExit for
+    // them.
+    void split(const std::vector<LaneGroup>& parts) { added_.insert(added_.end(), parts.begin(), parts.end()); }
+    uint8_t* local(uint32_t lane, uint64_t offset, uint32_t bytes);  // checks bounds
+
+    Machine& machine;
+    Cta& cta;
+    const Program& program;
+    const uint32_t index;  // in the CTA
+    std::vector<LaneGroup> groups;
+    uint64_t instructions = 0;
+    uint64_t blocked_at = ~uint64_t{0};  // Machine::progress when it last could not go on
+
+    // ---- state of instruction families; a new family adds its struct here
+    BarrierWait barrier_wait;
+    CopyState copies;
+    WarpClock clock;
+    uint32_t registers_in_flight = 0;  // how many entries of in_flight are set
+    std::unordered_map<uint32_t, std::pair<Checker::InFlight, uint32_t>> in_flight;  // register -> state, pc of issue
+    LaneMask carry = 0;                                                              // CC.CF of add.cc and its kin
+    uint32_t cluster_phase = 0;  // barrier.cluster: generation at arrival
+
+  private:
+    void initialize_registers();
+    int pick_group();
+
+    std::vector<uint8_t> register_storage_, local_storage_;
+    uint8_t* registers_ = nullptr;
+    std::vector<LaneGroup> added_;
+    LaneMask active_ = 0;
+    uint32_t pc_ = 0;
+    bool starve_lowest_ = false;  // the lowest pc spun through a whole budget: let another group go once
+};
+
+}  // namespace ptx_emulator

@@ -1,8 +1,8 @@
 """Selects the paths, gives each a process of its own, and hands the tests their path and their random numbers.
 
 ``pytest`` runs the tests that ask for no path in the user's environment, then starts one pytest per path that this
-machine can run; the last line printed and the exit status count all of them. ``pytest --path cpu`` runs one path in this
-process. See README.md in this folder.
+machine can run; the last line printed and the exit status count all of them. ``pytest --path cpu`` runs one path in
+this process. See README.md in this folder.
 """
 
 from __future__ import annotations
@@ -169,8 +169,9 @@ def _summarise(
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if hasattr(session.config, "workerinput"):  # a process of pytest-xdist: its controller reports
-        session.config.workeroutput["flash_ext_reasons"] = dict(session.config.stash.get(_REASONS, Counter()))
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:  # a process of pytest-xdist: its controller reports
+        output["flash_ext_reasons"] = dict(session.config.stash.get(_REASONS, None) or {})
         return
     file = session.config.option.path_report
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
@@ -257,7 +258,7 @@ def _unselected_reason(item: pytest.Item, path: Path, wants_large: bool) -> str 
     for marker in item.iter_markers("large"):
         if path.kind != "gpu" and not wants_large and (not marker.args or path.kind in marker.args):
             return "are large (-m large)"
-    params = getattr(item, "callspec", None).params if hasattr(item, "callspec") else {}
+    params = getattr(getattr(item, "callspec", None), "params", {})
     case = params.get("case")
     directions = {params.get("direction", "forward")}
     features: set[str] = set()
@@ -279,7 +280,7 @@ def _unselected_reason(item: pytest.Item, path: Path, wants_large: bool) -> str 
 
 
 def _reason_lines(config: pytest.Config) -> list[str]:
-    reasons = config.stash.get(_REASONS, Counter())
+    reasons = config.stash.get(_REASONS, Counter[str]())
     return [f"flash_ext: {count} tests not selected, they {reason}" for reason, count in reasons.most_common()]
 
 
@@ -315,7 +316,9 @@ def path(request: pytest.FixtureRequest) -> Path:
 def _seed(config: pytest.Config, item: pytest.Item) -> int:
     """The same for a test on every path, so that paths see the same numbers."""
     callspec = getattr(item, "callspec", None)
-    name = item.nodeid.replace(callspec.id, callspec.id.removeprefix(config.option.path_here)) if callspec else item.nodeid
+    name = (
+        item.nodeid.replace(callspec.id, callspec.id.removeprefix(config.option.path_here)) if callspec else item.nodeid
+    )
     return (int(config.option.seed) << 32) ^ zlib.crc32(name.encode())
 
 

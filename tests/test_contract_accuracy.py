@@ -80,7 +80,7 @@ def test_wrong_scale_fails(rng: torch.Generator, dtype: torch.dtype) -> None:
     right = reference.oracle_bwd(dout, None, q, k, v, softmax_scale=0.125)
     ours = reference.baseline_bwd(dout, None, q, k, v, baseline, lse.float(), softmax_scale=0.125)
     off = reference.oracle_bwd(dout, None, q, k, v, softmax_scale=0.125 * 1.01)
-    for name, truth, base, got in zip(("dq", "dk"), right, ours, off):
+    for name, truth, base, got in zip(("dq", "dk"), right[:2], ours[:2], off[:2], strict=True):
         assert_accurate(name, truth.to(dtype), truth, base)
         with pytest.raises(AssertionError, match=f"{name}: not accurate"):
             assert_accurate(name, got.to(dtype), truth, base)

@@ -35,7 +35,9 @@ DETERMINISTIC = Case(lengths_q=(150, 150), lengths_k=(200, 200), heads=(6, 2), d
         DETERMINISTIC.with_(head_dims=(192, 128)),
         DETERMINISTIC.with_(head_dims=(40, 72)),
         DETERMINISTIC.with_(sinks=torch.float32, causal=True),
-        DETERMINISTIC.with_(varlen=True, lengths_q=(150, 0, 3), lengths_k=(20, 5, 190), slack=(1, 2, 3), sinks=torch.bfloat16),
+        DETERMINISTIC.with_(
+            varlen=True, lengths_q=(150, 0, 3), lengths_k=(20, 5, 190), slack=(1, 2, 3), sinks=torch.bfloat16
+        ),
         DETERMINISTIC.with_(softcap=5.0, alibi="heads", dropout_p=0.2),
         DETERMINISTIC.with_(window=(30, 10), heads=(8, 1)),
     ]
@@ -84,8 +86,13 @@ NEIGHBOURS = [
     [
         Case(
             lengths_q=(70,), lengths_k=(200,), heads=(4, 2), head_dims=head_dims, varlen=varlen, slack=(0, 1, 0)
-        ).with_(**options)  # type: ignore[arg-type]
-        for options in ({}, {"causal": True}, {"window": (40, 10)}, {"softcap": 5.0, "alibi": "heads", "sinks": torch.float32})
+        ).with_(**options)
+        for options in (
+            {},
+            {"causal": True},
+            {"window": (40, 10)},
+            {"softcap": 5.0, "alibi": "heads", "sinks": torch.float32},
+        )
         for head_dims in ((64, 64), (128, 128), (40, 72))
         for varlen in (False, True)
     ],

@@ -21,9 +21,14 @@ pytestmark = pytest.mark.gpu
 ROOT = FilePath(__file__).resolve().parents[1]
 DENSE = Case(lengths_q=(200, 200), lengths_k=(300, 300), heads=(4, 2), causal=True)
 PACKED = Case(
-    lengths_q=(200, 0, 130), lengths_k=(300, 65, 90), heads=(4, 2), causal=True, varlen=True, slack=(3, 20, 30),
+    lengths_q=(200, 0, 130),
+    lengths_k=(300, 65, 90),
+    heads=(4, 2),
+    causal=True,
+    varlen=True,
+    slack=(3, 20, 30),
     sinks=torch.float32,
-)  # fmt: skip
+)
 
 
 def _run_script(script: str, **variables: str) -> str:
@@ -115,21 +120,21 @@ def test_graph_replay(path: Path, rng: torch.Generator, direction: str) -> None:
 @pytest.mark.parametrize("direction", ["forward", pytest.param("backward", marks=pytest.mark.needs("backward"))])
 @pytest.mark.parametrize("varlen", [False, True])
 def test_graph_replay_with_other_lengths(path: Path, rng: torch.Generator, direction: str, varlen: bool) -> None:
-    """Lengths are device data: replaying after they changed in place, shorter and longer, computes the new sequences."""
+    """Lengths are device data: replaying after they changed in place, shorter and longer, computes the new ones."""
     rows, keys = 400, 700
-    lengths = [
-        ((100, 50, 7), (300, 1, 200)), ((0, 0, 0), (0, 0, 0)), ((200, 0, 130), (5, 600, 64)), ((1, 1, 1), (200, 200, 200)),
+    lengths: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
+        ((100, 50, 7), (300, 1, 200)),
+        ((0, 0, 0), (0, 0, 0)),
+        ((200, 0, 130), (5, 600, 64)),
+        ((1, 1, 1), (200, 200, 200)),
         ((400, 0, 0), (0, 0, 700)) if varlen else ((400, 400, 400), (700, 700, 700)),
-    ]  # fmt: skip
-    if varlen:
-        q_shape, k_shape, lse_shape = (rows, 4, 64), (keys, 2, 64), (4, rows)
-    else:
-        q_shape, k_shape, lse_shape = (3, rows, 4, 64), (3, keys, 2, 64), (3, 4, rows)
+    ]
+    lead: tuple[int, ...] = () if varlen else (3,)
     buffers = {
-        name: torch.zeros(shape, dtype=torch.bfloat16, device=path.device)
-        for name, shape in (("q", q_shape), ("k", k_shape), ("v", k_shape), ("dout", q_shape))
+        name: torch.zeros(lead + shape, dtype=torch.bfloat16, device=path.device)
+        for name, shape in (("q", (rows, 4, 64)), ("k", (keys, 2, 64)), ("v", (keys, 2, 64)), ("dout", (rows, 4, 64)))
     }
-    buffers["dlse"] = torch.zeros(lse_shape, device=path.device)
+    buffers["dlse"] = torch.zeros((*lead, 4, rows), device=path.device)
     names = ("cu_seqlens_q", "cu_seqlens_k") if varlen else ("seqused_q", "seqused_k")
     tensors = {name: torch.zeros(4 if varlen else 3, dtype=torch.int32, device=path.device) for name in names}
     captured: tuple[torch.cuda.CUDAGraph, Results] | None = None
@@ -218,7 +223,7 @@ def test_two_streams(path: Path, rng: torch.Generator, direction: str) -> None:
         streams = [torch.cuda.Stream() for _ in inputs]
         for _ in range(20):
             results: list[Any] = []
-            for stream, x in zip(streams, inputs):
+            for stream, x in zip(streams, inputs, strict=True):
                 stream.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(stream):
                     out, lse = torch.ops.flash_ext.fwd(x.q, x.k, x.v, **x.keywords)
@@ -227,7 +232,7 @@ def test_two_streams(path: Path, rng: torch.Generator, direction: str) -> None:
                         gradients = torch.ops.flash_ext.bwd(x.dout, x.dlse, x.q, x.k, x.v, out, lse, **x.keywords)
                     results.append(Results(out, lse, *gradients))
             torch.cuda.synchronize()
-            for got, other in zip(results, expected):
+            for got, other in zip(results, expected, strict=True):
                 for name in ("out", "lse", "dq", "dk", "dv"):
                     if getattr(other, name) is not None:
                         assert_same_bits(name, getattr(got, name), getattr(other, name))

@@ -124,7 +124,7 @@ def test_path_uses_the_documented_mask(
 
 @pytest.mark.needs("dropout")
 def test_rescale_is_exact(path: Path, rng: torch.Generator) -> None:
-    """One key: out is v / (1 - threshold / 65536) or 0; p smaller than the resolution drops nothing and scales nothing."""
+    """One key: out is v / (1 - threshold / 65536) or 0; p below the resolution drops and scales nothing."""
     from flash_ext import reference
 
     for p in (1e-9, 0.25, 0.3, 0.7, 0.9999999):
@@ -142,13 +142,19 @@ def test_rescale_is_exact(path: Path, rng: torch.Generator) -> None:
 
 @for_cases(
     Case(
-        lengths_q=(70, 3, 130), lengths_k=(140, 90, 70), heads=(4, 2), dtype=dtype, varlen=varlen, dropout_p=p,
-        causal=causal, slack=(2, 3, 1),
+        lengths_q=(70, 3, 130),
+        lengths_k=(140, 90, 70),
+        heads=(4, 2),
+        dtype=dtype,
+        varlen=varlen,
+        dropout_p=p,
+        causal=causal,
+        slack=(2, 3, 1),
     )
     for p in (0.1, 0.8)
     for varlen in (False, True)
     for dtype, causal in ((torch.float16, False), (torch.bfloat16, True))
-)  # fmt: skip
+)
 def test_dropout(path: Path, rng: torch.Generator, case: Case, direction: str) -> None:
     """Positions count from the start of each sequence; forward and backward use one mask."""
     check(path, rng, case, direction, through="autograd" if direction == "backward" else "operator")

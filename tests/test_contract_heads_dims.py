@@ -19,7 +19,9 @@ GROUPS = [(1, 1), (2, 1), (3, 1), (3, 3), (4, 2), (6, 3), (5, 1), (8, 1), (12, 4
 @for_cases(
     Case(lengths_q=(70,), lengths_k=(100,), heads=(2, 1), head_dims=(d, d), dtype=dtype, causal=True)
     for i, d in enumerate(HEAD_DIMS)
-    for dtype in ((torch.float16, torch.bfloat16) if d in (64, 128, 256) else (torch.float16, torch.bfloat16)[i % 2 :][:1])
+    for dtype in (
+        (torch.float16, torch.bfloat16) if d in (64, 128, 256) else (torch.float16, torch.bfloat16)[i % 2 :][:1]
+    )
 )
 def test_head_dims(path: Path, rng: torch.Generator, case: Case, direction: str) -> None:
     """8 to 256 in steps of 8; the default scale is 1 / sqrt(head_dim) of each."""
@@ -58,7 +60,12 @@ def test_one_query(path: Path, rng: torch.Generator, case: Case, direction: str)
 @pytest.mark.sanitizer
 @for_cases(
     Case(
-        lengths_q=(65, 130), lengths_k=(129, 70), heads=(4, 2), head_dims=pair, varlen=varlen, causal=causal,
+        lengths_q=(65, 130),
+        lengths_k=(129, 70),
+        heads=(4, 2),
+        head_dims=pair,
+        varlen=varlen,
+        causal=causal,
         slack=(1, 2, 3),
     )
     for pair in ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))

@@ -16,7 +16,6 @@ from helpers.accuracy import assert_same_bits
 from helpers.allocations import GuardedAllocations
 from helpers.cases import Case, make_inputs
 from helpers.check import check, run
-
 from helpers.paths import Path
 from helpers.tables import for_cases
 
@@ -74,7 +73,15 @@ def test_varlen_without_sequences(path: Path, sinks: bool) -> None:
 
 
 @for_cases(
-    Case(lengths_q=(70, 0, 130), lengths_k=(200, 5, 90), heads=(2, 1), varlen=True, causal=causal, hints=hints, slack=slack)
+    Case(
+        lengths_q=(70, 0, 130),
+        lengths_k=(200, 5, 90),
+        heads=(2, 1),
+        varlen=True,
+        causal=causal,
+        hints=hints,
+        slack=slack,
+    )
     for causal in (False, True)
     for hints in ("exact", "none", "short")
     for slack in ((0, 0, 0), (3, 4, 5))
@@ -86,7 +93,12 @@ def test_hints(path: Path, rng: torch.Generator, case: Case, direction: str) -> 
 
 def test_hints_change_no_bit(path: Path, rng: torch.Generator) -> None:
     """Any hint gives the same bits, 0 and a huge one too."""
-    case = Case(lengths_q=(70, 0, 130), lengths_k=(200, 5, 90), heads=(2, 1), varlen=path.supports("forward", features={"varlen"}))
+    case = Case(
+        lengths_q=(70, 0, 130),
+        lengths_k=(200, 5, 90),
+        heads=(2, 1),
+        varlen=path.supports("forward", features={"varlen"}),
+    )
     case = case if case.varlen else case.with_(lengths_q=(70,), lengths_k=(90,))
     inputs = make_inputs(case, path.device, rng)
     expected = run(inputs, "forward")
@@ -115,7 +127,13 @@ BAD_LENGTHS = {
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_bad_cu_seqlens_touch_nothing_outside(
-    path: Path, rng: torch.Generator, guarded_outputs: GuardedAllocations, name: str, side: str, direction: str, causal: bool
+    path: Path,
+    rng: torch.Generator,
+    guarded_outputs: GuardedAllocations,
+    name: str,
+    side: str,
+    direction: str,
+    causal: bool,
 ) -> None:
     """Wrong rows, never an access outside the tensors: guard bands around arguments and results stay as they were."""
     case = Case(lengths_q=(40, 50, 30), lengths_k=(40, 50, 30), heads=(2, 1), varlen=True, causal=causal)
@@ -132,7 +150,12 @@ def test_bad_cu_seqlens_touch_nothing_outside(
 @pytest.mark.parametrize("varlen", [False, True])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_bad_seqused_is_clamped(
-    path: Path, rng: torch.Generator, guarded_outputs: GuardedAllocations, used: tuple[int, int], varlen: bool, direction: str
+    path: Path,
+    rng: torch.Generator,
+    guarded_outputs: GuardedAllocations,
+    used: tuple[int, int],
+    varlen: bool,
+    direction: str,
 ) -> None:
     """A used length below 0 counts as 0, one beyond the sequence as the whole sequence; nothing outside is touched."""
     case = Case(lengths_q=(40, 40), lengths_k=(60, 60), heads=(2, 1), varlen=varlen)
@@ -154,14 +177,25 @@ def test_bad_seqused_is_clamped(
 @pytest.mark.parametrize(("slack", "causal", "d"), list(product([(0, 0, 0), (3, 5, 70)], [False, True], [32, 64, 128])))
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_results_end_where_they_should(
-    path: Path, rng: torch.Generator, guarded_outputs: GuardedAllocations, slack: tuple[int, int, int], causal: bool, d: int, direction: str
+    path: Path,
+    rng: torch.Generator,
+    guarded_outputs: GuardedAllocations,
+    slack: tuple[int, int, int],
+    causal: bool,
+    d: int,
+    direction: str,
 ) -> None:
     """Good lengths with ragged ends: nothing is written beside the outputs and workspaces, before or after them."""
     for varlen in (False, True):
         case = Case(
-            lengths_q=(70, 1, 130), lengths_k=(65, 200, 3), heads=(3, 1), head_dims=(d, d), varlen=varlen, slack=slack,
+            lengths_q=(70, 1, 130),
+            lengths_k=(65, 200, 3),
+            heads=(3, 1),
+            head_dims=(d, d),
+            varlen=varlen,
+            slack=slack,
             causal=causal,
-        )  # fmt: skip
+        )
         if path.supports(direction, case.dtype, case.head_dims, case.features):
             run(make_inputs(case, path.device, rng), direction)
             guarded_outputs.check_surroundings()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def test_sinks(path: Path, rng: torch.Generator, case: Case, direction: str) -> 
 
 
 @for_cases(
-    BASE.with_(lengths_q=(50,), lengths_k=(70,), sinks=torch.float32, **options)  # type: ignore[arg-type]
+    BASE.with_(lengths_q=(50,), lengths_k=(70,), sinks=torch.float32, **options)
     for options in (
         {"softmax_scale": 0.01},
         {"softmax_scale": -1.0},
@@ -120,7 +121,8 @@ def test_sink_by_rescaling_equals_learnable_sink(path: Path, rng: torch.Generato
     rescaled = torch.autograd.grad(scaled, (q, k, v, sinks), inputs.dout.float())
     learned = run(inputs)
     torch.testing.assert_close(scaled.to(out.dtype), learned.out, rtol=2**-6, atol=2e-2)
-    for got, expected in zip(rescaled, (learned.dq, learned.dk, learned.dv, learned.dsinks)):
+    for got, name in zip(rescaled, ("dq", "dk", "dv", "dsinks"), strict=True):
+        expected = getattr(learned, name)
         torch.testing.assert_close(got, expected, rtol=3e-2, atol=4e-2 * float(expected.abs().max()))
 
 
@@ -132,7 +134,9 @@ def test_merging_halves(path: Path, rng: torch.Generator, halves: tuple[int, int
 
     inputs = make_inputs(Case(lengths_q=(70,), lengths_k=(100,), heads=(2, 2)), path.device, rng)
     q, k, v = inputs.q, inputs.k, inputs.v
-    sink = {"sinks": torch.ones(2, device=path.device)} if sinks and path.supports("forward", features={"sinks"}) else {}
+    sink: Any = {}
+    if sinks and path.supports("forward", features={"sinks"}):
+        sink = {"sinks": torch.ones(2, device=path.device)}
     parts = []
     for keys, keywords in ((slice(0, halves[0]), {}), (slice(halves[0], 100), sink)):
         parts.append(torch.ops.flash_ext.fwd(q, k[:, keys], v[:, keys], **keywords))
@@ -142,7 +146,13 @@ def test_merging_halves(path: Path, rng: torch.Generator, halves: tuple[int, int
     out = weights[0] * out1.float() + weights[1] * out2.float()
     expected, expected_lse = reference.oracle_fwd(q, k, v, **sink)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=2e-5, atol=2e-5)
-    assert_accurate("out", out.to(q.dtype), expected, reference.baseline_fwd(q, k, v, **sink)[0], magnitude=4 * expected.abs().amax(-1, keepdim=True))
+    assert_accurate(
+        "out",
+        out.to(q.dtype),
+        expected,
+        reference.baseline_fwd(q, k, v, **sink)[0],
+        magnitude=4 * expected.abs().amax(-1, keepdim=True),
+    )
     if 0 in halves and not sink:
         whole, whole_lse = torch.ops.flash_ext.fwd(q, k, v)
         assert torch.equal(lse, whole_lse) and torch.equal(out.to(q.dtype), whole)

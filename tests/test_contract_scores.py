@@ -73,8 +73,18 @@ def test_scale(path: Path, rng: torch.Generator, case: Case, direction: str) -> 
 
 @for_cases(
     BASE.with_(
-        lengths_q=(70, 131), lengths_k=(130, 100), slack=(3, 2, 4), dtype=dtype, varlen=varlen, causal=causal,
-        window=window, softcap=8.0, alibi="batch", sinks=torch.bfloat16, dropout_p=0.2, deterministic=True,
+        lengths_q=(70, 131),
+        lengths_k=(130, 100),
+        slack=(3, 2, 4),
+        dtype=dtype,
+        varlen=varlen,
+        causal=causal,
+        window=window,
+        softcap=8.0,
+        alibi="batch",
+        sinks=torch.bfloat16,
+        dropout_p=0.2,
+        deterministic=True,
     )
     for dtype in (torch.float16, torch.bfloat16)
     for varlen in (False, True)
@@ -98,9 +108,7 @@ def test_peaked_softmax(path: Path, rng: torch.Generator, case: Case, direction:
 
 @pytest.mark.parametrize("window", [(-1, 0), (1000, 0), (149, 0)])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_window_equal_to_causal(
-    path: Path, rng: torch.Generator, window: tuple[int, int], direction: str
-) -> None:
+def test_window_equal_to_causal(path: Path, rng: torch.Generator, window: tuple[int, int], direction: str) -> None:
     """A window that cuts what ``causal`` cuts gives what ``causal`` gives."""
     inputs = make_inputs(BASE.with_(lengths_q=(150,), lengths_k=(150,), causal=True), path.device, rng)
     as_causal = dict(inputs.keywords)
@@ -128,10 +136,16 @@ def test_unbounded_window_equals_none(path: Path, rng: torch.Generator) -> None:
 def test_seen_keys_one_by_one(
     path: Path, rng: torch.Generator, sq: int, sk: int, window: tuple[int, int], causal: bool
 ) -> None:
-    """With scale 0 and V a staircase of ones, out counts the seen keys: the mask itself, key by key, without an oracle."""
+    """With scale 0 and V a staircase of ones, out counts the seen keys: the mask itself, without an oracle."""
     case = Case(
-        lengths_q=(sq,), lengths_k=(sk,), heads=(1, 1), head_dims=(64, 64), dtype=torch.float16, window=window,
-        causal=causal, softmax_scale=0.0,
+        lengths_q=(sq,),
+        lengths_k=(sk,),
+        heads=(1, 1),
+        head_dims=(64, 64),
+        dtype=torch.float16,
+        window=window,
+        causal=causal,
+        softmax_scale=0.0,
     )
     if not path.supports("forward", case.dtype, case.head_dims, case.features):
         case = case.with_(softmax_scale=1e-30)

@@ -14,7 +14,7 @@ from helpers.tables import for_cases
 
 BASE = Case(lengths_q=(70, 3, 130), lengths_k=(40, 200, 129), heads=(4, 2), head_dims=(64, 64))
 
-# Rows before the first sequence, at the end of each (through seqused), after the last: less than a tile, and whole tiles.
+# Rows before the first sequence, at the end of each (through seqused), after the last: parts of a tile, whole tiles.
 SLACKS = [(0, 0, 0), (5, 0, 0), (0, 0, 7), (0, 3, 0), (130, 0, 300), (1, 140, 1)]
 
 
@@ -32,7 +32,7 @@ def test_slack(path: Path, rng: torch.Generator, case: Case, direction: str) -> 
 
 
 @for_cases(
-    BASE.with_(varlen=varlen, slack=(2, 3, 4), **options)  # type: ignore[arg-type]
+    BASE.with_(varlen=varlen, slack=(2, 3, 4), **options)
     for varlen in (False, True)
     for options in (
         {"sinks": torch.float32},
@@ -54,12 +54,16 @@ def test_slack_with_options(path: Path, rng: torch.Generator, case: Case, direct
 
 @for_cases(
     Case(
-        lengths_q=tuple(sq for sq, _ in pairs), lengths_k=tuple(sk for _, sk in pairs), heads=(4, 2), varlen=varlen,
-        slack=(0, 1, 0), causal=causal,
+        lengths_q=tuple(sq for sq, _ in pairs),
+        lengths_k=tuple(sk for _, sk in pairs),
+        heads=(4, 2),
+        varlen=varlen,
+        slack=(0, 1, 0),
+        causal=causal,
     )
     for pairs in ([(0, 0), (0, 5), (5, 0), (5, 5)], [(64, 63), (64, 64), (64, 65), (1, 128), (127, 1)])
     for varlen, causal in product((False, True), repeat=2)
-)  # fmt: skip
+)
 def test_seqused_ends_inside_and_at_a_tile(path: Path, rng: torch.Generator, case: Case, direction: str) -> None:
     """``seqused`` of 0, of a tile less one, a tile, a tile and one; positions and masks count the used rows."""
     check(path, rng, case, direction)
@@ -71,21 +75,24 @@ def test_seqused_ends_inside_and_at_a_tile(path: Path, rng: torch.Generator, cas
 @pytest.mark.needs("seqused")
 def test_seqused_on_one_side(path: Path, rng: torch.Generator, side: str, varlen: bool, direction: str) -> None:
     """Only ``seqused_q``, or only ``seqused_k``: the other side counts whole."""
-    lengths = {"lengths_q": (50, 70), "lengths_k": (90, 100)}
-    case = Case(heads=(2, 1), varlen=True, causal=True, **lengths) if varlen else Case(
-        heads=(2, 1), causal=True, lengths_q=(60, 60), lengths_k=(80, 80)
-    )
+    case = Case(lengths_q=(60, 60), lengths_k=(80, 80), heads=(2, 1), causal=True)
+    if varlen:
+        case = case.with_(lengths_q=(50, 70), lengths_k=(90, 100), varlen=True)
     inputs = make_inputs(case, path.device, rng)
     full = case.lengths_q if side == "q" else case.lengths_k
     used = tuple(length - 13 for length in full)
     inputs.keywords[f"seqused_{side}"] = torch.tensor(used, dtype=torch.int32, device=path.device)
     got = run(inputs, direction)
     shorter = case.with_(**{f"lengths_{side}": used})
-    for segment, sq, sk in zip(inputs.segments, shorter.lengths_q, shorter.lengths_k):
+    for segment, sq, sk in zip(inputs.segments, shorter.lengths_q, shorter.lengths_k, strict=True):
         alone = Case(lengths_q=(sq,), lengths_k=(sk,), heads=(2, 1), causal=True)
         single = make_inputs(alone, path.device, rng)
-        q, k, v, dout = (inputs.q[segment.q][:sq], inputs.k[segment.k][:sk], inputs.v[segment.k][:sk],
-                         inputs.dout[segment.q][:sq])  # fmt: skip
+        q, k, v, dout = (
+            inputs.q[segment.q][:sq],
+            inputs.k[segment.k][:sk],
+            inputs.v[segment.k][:sk],
+            inputs.dout[segment.q][:sq],
+        )
         assert inputs.dlse is not None
         single.q, single.k, single.v, single.dout = (x.unsqueeze(0) for x in (q, k, v, dout))
         single.dlse = inputs.dlse[segment.lse][:, :sq].unsqueeze(0)
@@ -96,12 +103,12 @@ def test_seqused_on_one_side(path: Path, rng: torch.Generator, side: str, varlen
         if direction == "backward":
             assert got.dq is not None and got.dk is not None and got.dv is not None
             assert expected.dq is not None and expected.dk is not None and expected.dv is not None
-            for name, rows, other in (
-                ("dq", got.dq[segment.q][:sq], expected.dq[0]),
-                ("dk", got.dk[segment.k][:sk], expected.dk[0]),
-                ("dv", got.dv[segment.k][:sk], expected.dv[0]),
+            for rows, other in (
+                (got.dq[segment.q][:sq], expected.dq[0]),
+                (got.dk[segment.k][:sk], expected.dk[0]),
+                (got.dv[segment.k][:sk], expected.dv[0]),
             ):
-                torch.testing.assert_close(rows, other, rtol=2e-2, atol=2e-2, msg=lambda text, name=name: f"{name}: {text}")
+                torch.testing.assert_close(rows, other, rtol=2e-2, atol=2e-2)
             for gradient, rest in ((got.dq, (segment.q, sq)), (got.dk, (segment.k, sk)), (got.dv, (segment.k, sk))):
                 assert (gradient[rest[0]][rest[1] :] == 0).all()
 
@@ -157,7 +164,7 @@ def test_nan_inside_is_not_hidden(path: Path, rng: torch.Generator, tensor: str,
         assert out[reached].isnan().all(), "NaN of a row that sees it is hidden in out"
         assert lse[reached].isnan().all() or (value == value and not lse[reached].isfinite().any())
     else:
-        # k +-Inf: the score of key 60 is +-Inf by the sign of q[:, 5]: +Inf takes all and gives NaN, -Inf drops the key.
+        # k +-Inf: the score of key 60 is +-Inf by the sign of q[:, 5]: +Inf gives NaN, -Inf drops the key.
         positive = inputs.q[segment.q][:, 1, 5].float().cpu() * value > 0
         assert out[reached & positive].isnan().all(), "an infinite score is hidden in out"
         assert not lse[reached & positive].isfinite().any()
@@ -180,4 +187,6 @@ def test_nan_inside_reaches_the_gradients(path: Path, rng: torch.Generator, tens
     for rows in shown[tensor]:
         assert rows.isnan().all(), "a NaN inside is hidden in a gradient"
     for gradient in (got.dq, got.dk, got.dv):
-        assert gradient[0].isfinite().all() and gradient[:, :, 0].isfinite().all(), "a NaN leaked to another head or batch"
+        assert gradient[0].isfinite().all() and gradient[:, :, 0].isfinite().all(), (
+            "a NaN leaked to another head or batch"
+        )

@@ -1,4 +1,4 @@
-"""Inputs on which attention libraries were reported to fail, each standing for a kind of fault that must not exist here.
+"""Inputs on which attention libraries were reported to fail, each standing for a kind of fault that must not exist.
 
 The right value is the contract's. Large shapes keep what triggers the fault and shrink in heads or batch where the path
 is a CPU; those over 8 GB are marked ``large``. Tensors are (batch, seqlen, heads, head_dim) unless said.
@@ -6,6 +6,7 @@ is a CPU; those over 8 GB are marked ``large``. Tensors are (batch, seqlen, head
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from helpers.tables import for_cases
 
 def _differences(*bounds: int) -> tuple[int, ...]:
     """Lengths from cu_seqlens."""
-    return tuple(stop - start for start, stop in zip(bounds, bounds[1:]))
+    return tuple(stop - start for start, stop in pairwise(bounds))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -94,7 +95,7 @@ def test_empty_queries_between_and_at_the_ends(path: Path, rng: torch.Generator,
         lengths_q=_differences(0, 1, 1, 2), lengths_k=_differences(0, 3, 3, 8), heads=(9, 9), varlen=True, causal=causal
     )
     for causal in (False, True)
-)  # fmt: skip
+)
 def test_empty_sequence_among_single_tokens(path: Path, rng: torch.Generator, case: Case, direction: str) -> None:
     """q (2, 9, 64) as varlen tokens, max_seqlen_q 1: an empty sequence on the one-token path."""
     check(path, rng, case, direction)
@@ -116,7 +117,8 @@ def test_more_queries_than_keys(path: Path, rng: torch.Generator, case: Case, di
 
 
 @for_cases(
-    Case(lengths_q=(129,), lengths_k=(sk,), heads=(2, 2), window=(32, 64)) for sk in (1, 31, 64, 96, 128, 129, 130, 200, 257)
+    Case(lengths_q=(129,), lengths_k=(sk,), heads=(2, 2), window=(32, 64))
+    for sk in (1, 31, 64, 96, 128, 129, 130, 200, 257)
 )
 def test_window_over_unequal_lengths(path: Path, rng: torch.Generator, case: Case, direction: str) -> None:
     """window (32, 64), seqlen_q 129 and other seqlen_k: rows with no key give 0, not NaN."""
@@ -184,11 +186,16 @@ def test_rows_past_the_last_sequence(path: Path, rng: torch.Generator, case: Cas
 
 @for_cases(
     Case(
-        lengths_q=(1024,), lengths_k=(1024,), heads=(1, 1), head_dims=(128, 128), dtype=torch.float16, causal=True,
+        lengths_q=(1024,),
+        lengths_k=(1024,),
+        heads=(1, 1),
+        head_dims=(128, 128),
+        dtype=torch.float16,
+        causal=True,
         magnitude=magnitude,
     )
     for magnitude in (4.0, 12.0)
-)  # fmt: skip
+)
 def test_large_logits(path: Path, rng: torch.Generator, case: Case, direction: str) -> None:
     """causal fp16 (1, 1024, 1, 128) with large logits: the backward is finite and right."""
     rows = path.fit(gpu=1024, cpu=1024, emulated=300)
@@ -197,7 +204,16 @@ def test_large_logits(path: Path, rng: torch.Generator, case: Case, direction: s
 
 @pytest.mark.timeout(120)
 @for_cases(
-    [Case(lengths_q=(1024,) * 2, lengths_k=(1024,) * 2, heads=(32, 32), head_dims=(128, 128), softcap=10.0, causal=True)]
+    [
+        Case(
+            lengths_q=(1024,) * 2,
+            lengths_k=(1024,) * 2,
+            heads=(32, 32),
+            head_dims=(128, 128),
+            softcap=10.0,
+            causal=True,
+        )
+    ]
 )
 def test_softcap_backward_does_not_hang(path: Path, rng: torch.Generator, case: Case, direction: str) -> None:
     """softcap 10, batch 2, 1024, 32 heads, d 128, causal."""
@@ -261,16 +277,16 @@ def test_offsets_and_scratch_beyond_2_to_31(path: Path, rng: torch.Generator) ->
     got = torch.ops.flash_ext.bwd(dout, None, q, k, v, out, lse)
     for b, head in ((0, 0), (204, 3), (205, 0), (399, 3)):  # 2^31 elements end in batch 399; 2^32 bytes in batch 399
         pick = (slice(b, b + 1), slice(None), slice(head, head + 1))
-        alone = [x[pick].contiguous() for x in (q, k, v, dout)]
-        truth, truth_lse = reference.oracle_fwd(*alone[:3])
-        base, base_lse = reference.baseline_fwd(*alone[:3])
+        q1, k1, v1, dout1 = (x[pick].contiguous() for x in (q, k, v, dout))
+        truth, truth_lse = reference.oracle_fwd(q1, k1, v1)
+        base, base_lse = reference.baseline_fwd(q1, k1, v1)
         assert_accurate("out", out[pick], truth, base)
         assert_lse(lse[b : b + 1, head : head + 1], truth_lse)
-        expected = reference.oracle_bwd(alone[3], None, *alone[:3])
-        ours = reference.baseline_bwd(alone[3], None, *alone[:3], base, base_lse)
-        for name, tensor, of, other in zip(("dq", "dk", "dv"), got, expected, ours):
+        expected = reference.oracle_bwd(dout1, None, q1, k1, v1)
+        ours = reference.baseline_bwd(dout1, None, q1, k1, v1, base, base_lse)
+        for name, tensor, of, other in zip(("dq", "dk", "dv"), got[:3], expected[:3], ours[:3], strict=True):
             assert_accurate(f"{name} of batch {b} head {head}", tensor[pick], of, other)
-    for name, tensor in (("out", out), *zip(("dq", "dk", "dv"), got)):
+    for name, tensor in (("out", out), *zip(("dq", "dk", "dv"), got[:3], strict=True)):
         assert not (tensor == 0).all(-1).any() and tensor.isfinite().all(), f"rows of {name} were not written"
 
 
@@ -293,19 +309,31 @@ def test_gradient_with_a_wide_row_stride(path: Path, rng: torch.Generator, total
     out, lse = torch.ops.flash_ext.fwd(q, k, v, **keywords)
     expected = torch.ops.flash_ext.bwd(dout.contiguous(), None, q, k, v, out, lse, **keywords)
     got = torch.ops.flash_ext.bwd(dout, None, q, k, v, out, lse, **keywords)
-    for name, tensor, other in zip(("dq", "dk", "dv"), got, expected):
+    for name, tensor, other in zip(("dq", "dk", "dv"), got[:3], expected[:3], strict=True):
         if deterministic:
             assert_same_bits(name, tensor, other)
         else:
-            torch.testing.assert_close(tensor, other, rtol=2e-2, atol=1e-2, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(tensor, other, rtol=2e-2, atol=1e-2)
 
 
 @for_cases(
     [
-        Case(lengths_q=(8192,), lengths_k=(8192,), heads=(32, 32), head_dims=(256, 256), layouts=(("q", "heads_first"),)),
+        Case(
+            lengths_q=(8192,), lengths_k=(8192,), heads=(32, 32), head_dims=(256, 256), layouts=(("q", "heads_first"),)
+        ),
         Case(lengths_q=(32, 32), lengths_k=(32, 32), heads=(4, 4), head_dims=(128, 128), layouts=(("dout", "scalar"),)),
-        Case(lengths_q=(200, 200), lengths_k=(90, 90), heads=(4, 2), layouts=(("dout", "heads_first"), ("v", "qkv_packed"))),
-        Case(lengths_q=(200, 200), lengths_k=(90, 90), heads=(4, 2), layouts=(("dout", "sliced_rows"), ("q", "dim_swapped"))),
+        Case(
+            lengths_q=(200, 200),
+            lengths_k=(90, 90),
+            heads=(4, 2),
+            layouts=(("dout", "heads_first"), ("v", "qkv_packed")),
+        ),
+        Case(
+            lengths_q=(200, 200),
+            lengths_k=(90, 90),
+            heads=(4, 2),
+            layouts=(("dout", "sliced_rows"), ("q", "dim_swapped")),
+        ),
     ]
 )
 def test_strides_of_views_and_gradients(path: Path, rng: torch.Generator, case: Case, direction: str) -> None:
@@ -334,11 +362,11 @@ def test_every_number_of_key_heads(path: Path, rng: torch.Generator, case: Case,
 @pytest.mark.needs("seqused", head_dims=(128, 128))
 @pytest.mark.parametrize("rows", [1, 5])
 def test_length_of_one_row_changes_no_other(path: Path, rng: torch.Generator, rows: int) -> None:
-    """Batch 4, 32/8 heads, d 128, cache 1024, lengths 900, 1000, 120, 500: changing one changes no bit of the others."""
+    """Batch 4, 32/8 heads, d 128, cache 1024, lengths 900, 1000, 120, 500: one changes, no bit of the others."""
     heads = path.fit(gpu=(32, 8), cpu=(8, 2), emulated=(2, 1))
     case = Case(
         lengths_q=(rows,) * 4, lengths_k=(900, 1000, 120, 500), heads=heads, head_dims=(128, 128), slack=(0, 23, 0)
-    )  # fmt: skip
+    )
     inputs = make_inputs(case, path.device, rng)
     lengths = inputs.keywords["seqused_k"]
     # Every row of the cache gets a number, so that a longer length is valid as well.
@@ -360,18 +388,26 @@ def test_length_of_one_row_changes_no_other(path: Path, rng: torch.Generator, ro
 @pytest.mark.timeout(300)
 @for_cases(
     [
-        Case(lengths_q=(rows,) * 2, lengths_k=(rows,) * 2, heads=(heads, heads), dtype=torch.float16, deterministic=True,
-             causal=causal)
+        Case(
+            lengths_q=(rows,) * 2,
+            lengths_k=(rows,) * 2,
+            heads=(heads, heads),
+            dtype=torch.float16,
+            deterministic=True,
+            causal=causal,
+        )
         for rows, heads in ((1024, 12), (512, 8))
         for causal in (False, True)
     ],
     directions=["backward"],
-)  # fmt: skip
+)
 def test_deterministic_backward_under_load(path: Path, rng: torch.Generator, case: Case, direction: str) -> None:
     """fp16 (2, 1024, 12, 64) and (2, 512, 8, 64): 1000 runs while another stream loads memory give one set of bits."""
     rows = path.fit(gpu=case.lengths_q[0], cpu=256, emulated=200)
     heads = path.fit(gpu=case.heads[0], cpu=2, emulated=1)
-    inputs = make_inputs(case.with_(lengths_q=(rows,) * 2, lengths_k=(rows,) * 2, heads=(heads, heads)), path.device, rng)
+    inputs = make_inputs(
+        case.with_(lengths_q=(rows,) * 2, lengths_k=(rows,) * 2, heads=(heads, heads)), path.device, rng
+    )
     first = run(inputs, direction)
     load = torch.empty(2**27, device=path.device) if path.kind == "gpu" else None
     stream = torch.cuda.Stream() if path.kind == "gpu" else None
@@ -380,8 +416,10 @@ def test_deterministic_backward_under_load(path: Path, rng: torch.Generator, cas
         if stream is not None and load is not None and repetition % 4 == 0:
             with torch.cuda.stream(stream):
                 load.add_(1.0)
-        gradients = torch.ops.flash_ext.bwd(inputs.dout, inputs.dlse, *operands, first.out, first.lse, **inputs.keywords)
-        same = [torch.equal(x, y) for x, y in zip(gradients[:3], (first.dq, first.dk, first.dv))]
+        gradients = torch.ops.flash_ext.bwd(
+            inputs.dout, inputs.dlse, *operands, first.out, first.lse, **inputs.keywords
+        )
+        same = [torch.equal(x, getattr(first, name)) for x, name in zip(gradients[:3], ("dq", "dk", "dv"), strict=True)]
         assert all(same), f"bits of (dq, dk, dv) differ in repetition {repetition}: {same}"
 
 
@@ -389,7 +427,9 @@ def test_deterministic_backward_under_load(path: Path, rng: torch.Generator, cas
 @pytest.mark.needs("seqused", head_dims=(128, 128))
 def test_graph_sees_lengths_changed_in_place(path: Path, rng: torch.Generator) -> None:
     """A CUDA graph replayed after ``seqused_k`` changed in place: no stale plan."""
-    case = Case(lengths_q=(1,) * 4, lengths_k=(900, 1000, 120, 500), heads=(32, 8), head_dims=(128, 128), slack=(0, 23, 0))
+    case = Case(
+        lengths_q=(1,) * 4, lengths_k=(900, 1000, 120, 500), heads=(32, 8), head_dims=(128, 128), slack=(0, 23, 0)
+    )
     inputs = make_inputs(case, path.device, rng)
     inputs.k.copy_(torch.randn(inputs.k.shape, generator=rng))
     inputs.v.copy_(torch.randn(inputs.v.shape, generator=rng))
@@ -429,7 +469,9 @@ def test_compiled_with_views(path: Path, rng: torch.Generator, layout: str, dyna
     def attend(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = flash_ext.flash_attn_func(q, k, v, causal=True, return_lse=True, learnable_sink=sinks, deterministic=True)
+        out, lse = flash_ext.flash_attn_func(
+            q, k, v, causal=True, return_lse=True, learnable_sink=sinks, deterministic=True
+        )
         return out * 2, lse
 
     torch._dynamo.reset()
@@ -441,10 +483,10 @@ def test_compiled_with_views(path: Path, rng: torch.Generator, layout: str, dyna
         sinks = torch.randn(4, generator=rng).to(path.device).requires_grad_()
         found = []
         for function in (attend, compiled):
-            out, lse = function(*leaves, sinks)
+            out, lse = function(leaves[0], leaves[1], leaves[2], sinks)
             gradients = torch.autograd.grad((out, lse), (*leaves, sinks), (torch.ones_like(out), torch.ones_like(lse)))
             found.append((out.detach(), lse.detach(), *gradients))
-        for eager, traced in zip(*found):
+        for eager, traced in zip(*found, strict=True):
             torch.testing.assert_close(traced, eager, rtol=2e-2, atol=2e-2)
     torch._dynamo.reset()
 
@@ -452,14 +494,24 @@ def test_compiled_with_views(path: Path, rng: torch.Generator, layout: str, dyna
 @for_cases(
     [
         Case(
-            lengths_q=(70, 0, 90), lengths_k=(100, 30, 60), heads=(4, 2), varlen=varlen, slack=(2, 3, 4), causal=True,
-            window=(50, -1), sinks=torch.float32, softcap=6.0, alibi="batch", dropout_p=0.2, deterministic=deterministic,
+            lengths_q=(70, 0, 90),
+            lengths_k=(100, 30, 60),
+            heads=(4, 2),
+            varlen=varlen,
+            slack=(2, 3, 4),
+            causal=True,
+            window=(50, -1),
+            sinks=torch.float32,
+            softcap=6.0,
+            alibi="batch",
+            dropout_p=0.2,
+            deterministic=deterministic,
         )
         for varlen in (False, True)
         for deterministic in (False, True)
     ],
     directions=["backward"],
-)  # fmt: skip
+)
 def test_autograd_forgets_no_argument(path: Path, rng: torch.Generator, case: Case, direction: str) -> None:
     """cu_seqlens, seqused, dropout, ``deterministic``, ...: each that the forward had, the backward has."""
     inputs = make_inputs(case, path.device, rng)
@@ -482,10 +534,10 @@ def test_gradient_of_lse_is_not_dropped(path: Path, rng: torch.Generator) -> Non
     assert isinstance(out, torch.Tensor)
     gradients = torch.autograd.grad(out, (q, k, v), inputs.dout.float())
     whole = run(inputs)
-    for name, got in zip(("dq", "dk", "dv"), gradients):
+    for name, got in zip(("dq", "dk", "dv"), gradients, strict=True):
         expected = getattr(whole, name)
         bound = 3e-2 * float(expected.abs().max())
-        torch.testing.assert_close(got, expected, rtol=0, atol=bound, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(got, expected, rtol=0, atol=bound)
         if name != "dv":  # without the part through lse the error is of the size of the gradient itself
             assert expected.abs().max() > 10 * bound
 

@@ -126,7 +126,8 @@ def assert_accurate(
         f"(allowed {MAX_FACTOR:g} x + one ulp); rms {rms:.3e}, of the baseline {rms_baseline:.3e} "
         f"(allowed {rms_allowed:.3e})",
         f"  worst at {_describe(at)}: got {got[at].item():.9g}, oracle {truth[at].item():.9g}, baseline "
-        f"{baseline[at].item():.9g}, error {error[at]:.3e} = {error[at] / one_ulp[at]:.2f} ulp, allowed {allowed[at]:.3e}",
+        f"{baseline[at].item():.9g}, error {error[at]:.3e} = {error[at] / one_ulp[at]:.2f} ulp, "
+        f"allowed {allowed[at]:.3e}",
     ]
     if bad.any():
         lines.append(f"  over the maximum: {_where(bad)}")

@@ -61,7 +61,9 @@ class GuardedAllocations:
         assert self._bands, "no output was allocated through flash_ext.allocate"
         for name, band, before in self._bands:
             changed = (band != before).nonzero()
-            assert not changed.numel(), f"{changed.numel()} bytes beside {name} were written, first at {int(changed[0])}"
+            assert not changed.numel(), (
+                f"{changed.numel()} bytes beside {name} were written, first at {int(changed[0])}"
+            )
 
     def forget(self) -> None:
         """Let go of the tensors allocated so far."""

@@ -83,6 +83,11 @@ class Case:
         return self.head_dims[0] ** -0.5 if self.softmax_scale is None else self.softmax_scale
 
     @property
+    def scores(self) -> int:
+        """Scores of one head, all sequences."""
+        return sum(q * k for q, k in zip(self.lengths_q, self.lengths_k, strict=True))
+
+    @property
     def uses_seqused(self) -> bool:
         """Whether ``seqused_q`` and ``seqused_k`` are passed."""
         unequal = len(set(self.lengths_q)) > 1 or len(set(self.lengths_k)) > 1
@@ -116,8 +121,10 @@ class Case:
         def lengths(values: Sequence[int]) -> str:
             if len(values) > 6:
                 return f"{len(values)}x{min(values)}..{max(values)}"
-            return f"{len(values)}x{values[0]}" if len(values) > 1 and len(set(values)) == 1 else "+".join(
-                map(str, values)
+            return (
+                f"{len(values)}x{values[0]}"
+                if len(values) > 1 and len(set(values)) == 1
+                else "+".join(map(str, values))
             )
 
         parts = [
@@ -310,9 +317,7 @@ def make_inputs(case: Case, device: torch.device, generator: torch.Generator, *,
     if case.dropout_p > 0:
         state = torch.randint(-(2**63), 2**63 - 1, (2,), dtype=torch.int64, generator=generator)
         keywords["rng_state"] = guards.place("rng_state", state.view(-1, 1, 1)).view(-1)
-    return Inputs(
-        case, q, k, v, dout, dlse, keywords, segments, guards, (~used_q).to(device), (~used_k).to(device)
-    )
+    return Inputs(case, q, k, v, dout, dlse, keywords, segments, guards, (~used_q).to(device), (~used_k).to(device))
 
 
 def _place_dlse(guards: Guards, values: Tensor, layout: str) -> Tensor:

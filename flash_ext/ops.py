@@ -513,5 +513,7 @@ def _bwd_flops(
     return 2 * q.shape[-2] * _score_count(q, k, options) * (3 * q.shape[-1] + 2 * v.shape[-1])
 
 
-torch.utils.flop_counter.register_flop_formula(torch.ops.flash_ext.fwd, get_raw=True)(_fwd_flops)
-torch.utils.flop_counter.register_flop_formula(torch.ops.flash_ext.bwd, get_raw=True)(_bwd_flops)
+for _operator, _formula in ((torch.ops.flash_ext.fwd, _fwd_flops), (torch.ops.flash_ext.bwd, _bwd_flops)):
+    torch.utils.flop_counter.register_flop_formula(_operator, get_raw=True)(_formula)
+    # torch 2.4 files the formula under the overload and looks it up under the operator.
+    torch.utils.flop_counter.flop_registry.setdefault(_operator, _formula)

@@ -26,8 +26,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 import flash_ext
 from flash_ext import ops
@@ -318,7 +318,8 @@ def test_lengths_that_are_unknown_while_tracing(path: Path) -> None:
         hidden = torch.empty(24, 4, 32, dtype=torch.bfloat16, device=path.device).index_select(0, indices)
         cu_seqlens = torch.empty(4, dtype=torch.int32, device=path.device)
         out, lse = fwd(hidden, hidden, hidden, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=8)
-    assert not isinstance(total, int) and out.shape == (total, 4, 32) and lse.shape == (4, total)
+    assert str(total).startswith("u"), "a size that nobody knows yet"
+    assert out.shape == (total, 4, 32) and lse.shape == (4, total)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -428,6 +429,7 @@ def test_compile_between_padded_and_packed(path: Path) -> None:
         assert_all_same("dhidden", torch.autograd.grad(got, hidden, dout), torch.autograd.grad(expected, hidden, dout))
 
 
+@pytest.mark.skipif(not hasattr(compiled_autograd, "_enable"), reason="torch 2.4 has another")
 def test_compiled_autograd(path: Path, rng: torch.Generator) -> None:
     """The backward of an eager forward, compiled: separate and packed."""
     inputs = make_inputs(DENSE, path.device, rng)
@@ -588,13 +590,11 @@ def test_flop_counter(path: Path, rng: torch.Generator) -> None:
 
 def test_flop_counter_agrees_with_scaled_dot_product_attention() -> None:
     q = torch.empty(2, 128, 8, 64, dtype=torch.float16, device="meta", requires_grad=True)
-    with FlopCounterMode(display=False) as ours:
+    with FlopCounterMode(display=False) as counter:
         flash_ext.flash_attn_func(q, q, q, causal=True).sum().backward()
-    x = q.detach().transpose(1, 2).requires_grad_()
-    with FlopCounterMode(display=False) as torchs:
-        out = torch.ops.aten._scaled_dot_product_flash_attention(x, x, x, is_causal=True)
-        out[0].sum().backward()
-    assert ours.get_total_flops() == torchs.get_total_flops() > 0
+    shape = (2, 8, 128, 64)
+    torchs = sdpa_flop_count(shape, shape, shape) + sdpa_backward_flop_count(shape, shape, shape, shape)
+    assert counter.get_total_flops() == torchs
 
 
 def test_flop_counter_of_packed_sequences(path: Path, rng: torch.Generator) -> None:
@@ -613,6 +613,7 @@ def test_flop_counter_of_packed_sequences(path: Path, rng: torch.Generator) -> N
     assert counter.get_total_flops() == 2 * 4 * (11 * 18) * (32 + 16)
 
 
+@pytest.mark.skipif(not hasattr(torch.utils.checkpoint, "CheckpointPolicy"), reason="torch 2.4 has none")
 @pytest.mark.parametrize("keep", [True, False])
 def test_selective_checkpointing(path: Path, rng: torch.Generator, keep: bool) -> None:
     """The policy decides whether the attention is computed again in the backward; the gradients are the same."""
@@ -620,11 +621,12 @@ def test_selective_checkpointing(path: Path, rng: torch.Generator, keep: bool) -
     leaves, keywords = leaves_of(inputs)
     expected = gradients(inputs, public(*leaves, **keywords), leaves)
 
-    def policy(context: Any, operator: Any, *arguments: Any, **more: Any) -> CheckpointPolicy:
-        kept = operator == fwd and keep
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    policies = torch.utils.checkpoint.CheckpointPolicy
 
-    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    def policy(context: Any, operator: Any, *arguments: Any, **more: Any) -> torch.utils.checkpoint.CheckpointPolicy:
+        return policies.MUST_SAVE if operator == fwd and keep else policies.PREFER_RECOMPUTE
+
+    contexts = functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, policy)
     attention = functools.partial(public, **keywords)
     out, lse = checkpoint(attention, *leaves, use_reentrant=False, context_fn=contexts)
     with Recorder() as recorder:

@@ -159,7 +159,7 @@ void Checker::access(Granule& granule, Actor& actor, uint16_t bytes, const char*
         }
         // The common case: the same agent does the same thing again.
         if (earlier.component == record.component && earlier.epoch == record.epoch &&
-            earlier.cluster == record.cluster && earlier.kind == record.kind && record.kind == AccessKind::kRead &&
+            earlier.cluster == record.cluster && earlier.kind == record.kind && record.kind != AccessKind::kWrite &&
             earlier.bytes == bytes) {
             if (earlier.lane != record.lane) earlier.lane = kWarpSize;
             earlier.pc = record.pc;
@@ -298,7 +298,7 @@ void Checker::check_in_flight(Warp& warp, const Instruction& instruction) {
         if (it == warp.in_flight.end()) return;
         const auto& [state, issued] = it->second;
         if (!writes && state != InFlight::kWrittenByOperation) return;
-        if (!reported_.emplace(static_cast<uint32_t>(pc), issued).second) return;
+        if (!reported_.emplace(static_cast<uint32_t>(pc), issued, writes ? "written" : "read").second) return;
         report(
             format("hazard: a register in flight is %s before the wait\n  by CTA rank %u warp %u at %s\n  "
                    "in flight since %s",
@@ -325,7 +325,7 @@ std::string Checker::describe(const AccessRecord& record) const {
 
 void Checker::race(const Actor& actor, const AccessRecord& earlier, const char* space, uint64_t address,
                    const char* missing, Cta* owner) {
-    if (reports_.size() >= kMaxReports || !reported_.emplace(actor.record.pc, earlier.pc).second) return;
+    if (reports_.size() >= kMaxReports || !reported_.emplace(actor.record.pc, earlier.pc, missing).second) return;
     const std::string where = owner ? format(" of CTA rank %u", owner->rank) : "";
     report(format("hazard: race on %s address 0x%llx%s\n  %s\n  %s\n  %s", space,
                   static_cast<unsigned long long>(address), where.c_str(), describe(actor.record).c_str(),

@@ -12,6 +12,7 @@
 #include <map>
 #include <set>
 #include <string>
+#include <tuple>
 #include <unordered_map>
 #include <vector>
 
@@ -103,7 +104,7 @@ class Checker {
     Machine& machine_;
     ShadowPages global_;
     std::unordered_map<uint64_t, SyncClock> locations_;  // atomics and ordered accesses, by address
-    std::set<std::pair<uint32_t, uint32_t>> reported_;   // pairs of pc
+    std::set<std::tuple<uint32_t, uint32_t, std::string>> reported_;  // both pc and what is missing
     std::vector<std::string> reports_;
 };
 

@@ -53,7 +53,7 @@ void Machine::run_in_turn() {
         for (size_t i = 0; i < warps.size(); ++i) {
             Warp& warp = *warps[(first + i) % warps.size()];
             if (warp.done() || warp.blocked_at == progress) continue;
-            moved |= run_warp(warp, is_random ? 1 + random.below(400) : 100'000);
+            moved |= run_warp(warp, is_random ? 1 + random.below(400) : 4000);
         }
         if (options.schedule == Schedule::kEager) {
             while (async.run_some()) {

@@ -7,7 +7,7 @@
 
 namespace ptx_emulator {
 
-constexpr size_t kMaxReports = 20;
+constexpr size_t kMaxReports = 10;
 
 Component Checker::new_component(Cluster& cluster, std::string name) {
     cluster.component_names.push_back(std::move(name));
@@ -125,9 +125,11 @@ bool Checker::ordered(const Actor& actor, const AccessRecord& earlier, const cha
     }
     const WarpClock& clock = actor.warp->clock;
     if (earlier.component == clock.component) {
-        // The same warp: program order for a lane, a warp-level synchronisation between lanes.
-        if (earlier.epoch == knowledge.generic.get(clock.component) &&
-            (earlier.lane != actor.record.lane || earlier.lane == kWarpSize)) {
+        // The same warp: program order for a lane, a warp-level synchronisation between lanes. What a collective read
+        // has read is in the registers of all lanes before any of them goes on.
+        const bool same_lane = earlier.lane == actor.record.lane && earlier.lane != kManyLanes;
+        const bool collective_read = earlier.lane == kCollective && earlier.kind == AccessKind::kRead;
+        if (earlier.epoch == knowledge.generic.get(clock.component) && !same_lane && !collective_read) {
             *missing = "different lanes of one warp without bar.warp.sync between them";
             return false;
         }
@@ -161,7 +163,7 @@ void Checker::access(Granule& granule, Actor& actor, uint16_t bytes, const char*
         if (earlier.component == record.component && earlier.epoch == record.epoch &&
             earlier.cluster == record.cluster && earlier.kind == record.kind && record.kind != AccessKind::kWrite &&
             earlier.bytes == bytes) {
-            if (earlier.lane != record.lane) earlier.lane = kWarpSize;
+            if (earlier.lane != record.lane) earlier.lane = kManyLanes;
             earlier.pc = record.pc;
             merged = true;
             ++i;
@@ -317,7 +319,7 @@ void Checker::report(const std::string& text) {
 
 std::string Checker::describe(const AccessRecord& record) const {
     const char* kinds[] = {"read", "write", "atomic"};
-    const std::string lane = record.lane == kWarpSize ? "" : format(" lane %u", record.lane);
+    const std::string lane = record.lane >= kManyLanes ? "" : format(" lane %u", record.lane);
     return format("%s by cluster %u CTA rank %u warp %u%s%s at %s", kinds[static_cast<int>(record.kind)],
                   record.cluster, record.warp / kWarpSize, record.warp % kWarpSize, lane.c_str(),
                   record.async_proxy ? " (async proxy)" : "", machine_.program.where(record.pc).c_str());

@@ -55,7 +55,7 @@ class Checker {
     Component new_component(Cluster& cluster, std::string name);
     void start_warp(Warp& warp);
 
-    // ---- accesses. `lane`: the one that asks, or kWarpSize for an access of the warp as a whole (ldmatrix).
+    // ---- accesses. `lane`: the one that asks, or kCollective for an access of the warp as a whole (ldmatrix).
     void shared_access(Warp& warp, uint32_t lane, Cta& owner, uint32_t offset, uint32_t bytes, AccessKind kind);
     void global_access(Warp& warp, uint32_t lane, uint64_t address, uint32_t bytes, AccessKind kind);
     void shared_access(const AsyncAgent& agent, uint32_t lane, Cta& owner, uint32_t offset, uint32_t bytes,
@@ -103,7 +103,7 @@ class Checker {
     bool enabled_;
     Machine& machine_;
     ShadowPages global_;
-    std::unordered_map<uint64_t, SyncClock> locations_;  // atomics and ordered accesses, by address
+    std::unordered_map<uint64_t, SyncClock> locations_;               // atomics and ordered accesses, by address
     std::set<std::tuple<uint32_t, uint32_t, std::string>> reported_;  // both pc and what is missing
     std::vector<std::string> reports_;
 };

@@ -49,7 +49,7 @@ std::vector<Token> tokenize(const std::string& text) {
             for (;;) {
                 if (i < n && continues_word(text[i])) {
                     ++i;
-                } else if (i + 2 < n && text[i] == ':' && text[i + 1] == ':' && starts_word(text[i + 2])) {
+                } else if (i + 2 < n && text[i] == ':' && text[i + 1] == ':' && continues_word(text[i + 2])) {
                     i += 2;  // "shared::cta" is one word
                 } else {
                     break;

@@ -35,9 +35,9 @@ void MemoryBarriers::initialise(Warp& by, Cta& owner, uint32_t offset, uint32_t 
     barrier.expected = barrier.pending = count;
     barrier.initialiser = &by;
     Checker& checker = owner.machine.checker;
-    barrier.stream = known || !checker.enabled() ? stream
-                                                 : checker.new_component(owner.cluster, "writes that complete on " +
-                                                                                            name_of(owner, offset));
+    barrier.stream = known || !checker.enabled()
+                         ? stream
+                         : checker.new_component(owner.cluster, "writes that complete on " + name_of(owner, offset));
     draw(owner, offset, barrier);
     owner.machine.progressed();
 }
@@ -99,8 +99,7 @@ void MemoryBarriers::expect_bytes(Cta& owner, uint32_t offset, uint32_t bytes) {
     barrier.bytes += bytes;
     if (barrier.bytes > kMaxBytes) {
         raise(Fault::kIllegalInstruction, "%lld bytes announced at %s, at most %lld can be",
-              static_cast<long long>(barrier.bytes), name_of(owner, offset).c_str(),
-              static_cast<long long>(kMaxBytes));
+              static_cast<long long>(barrier.bytes), name_of(owner, offset).c_str(), static_cast<long long>(kMaxBytes));
     }
     draw(owner, offset, barrier);
     owner.machine.progressed();

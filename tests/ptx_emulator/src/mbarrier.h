@@ -50,7 +50,9 @@ class MemoryBarriers {
 
     // What mbarrier.arrive returns, and the picture in shared memory.
     static uint64_t token(const MemoryBarrier& barrier);
-    static bool phase_done(const MemoryBarrier& barrier, bool parity) { return (barrier.phase & 1) != (parity ? 1 : 0); }
+    static bool phase_done(const MemoryBarrier& barrier, bool parity) {
+        return (barrier.phase & 1) != (parity ? 1 : 0);
+    }
 
   private:
     void settle(Cta& owner, uint32_t offset, MemoryBarrier& barrier);

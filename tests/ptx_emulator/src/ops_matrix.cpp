@@ -23,7 +23,7 @@ Step load_matrix(Warp& warp, const Instruction& i, LaneMask) {
     for (uint32_t row = 0; row < 8 * count; ++row) {
         const auto address = static_cast<uint32_t>(lane_address(warp, i, i.a, row));
         const MemoryReference from = resolve_shared(warp, address, 16, 16);
-        warp.machine.checker.shared_access(warp, kWarpSize, *from.owner, from.offset, 16, AccessKind::kRead);
+        warp.machine.checker.shared_access(warp, kCollective, *from.owner, from.offset, 16, AccessKind::kRead);
         rows[row] = from.data;
     }
     for (uint32_t n = 0; n < count; ++n) {
@@ -52,7 +52,7 @@ Step store_matrix(Warp& warp, const Instruction& i, LaneMask) {
         for (uint32_t row = 0; row < 8; ++row) {
             const auto address = static_cast<uint32_t>(lane_address(warp, i, i.a, 8 * n + row));
             const MemoryReference to = resolve_shared(warp, address, 16, 16);
-            warp.machine.checker.shared_access(warp, kWarpSize, *to.owner, to.offset, 16, AccessKind::kWrite);
+            warp.machine.checker.shared_access(warp, kCollective, *to.owner, to.offset, 16, AccessKind::kWrite);
             for (uint32_t column = 0; column < 8; ++column) {
                 const uint32_t lane = kTranspose ? column * 4 + row / 2 : row * 4 + column / 2;
                 const uint32_t half = kTranspose ? row % 2 : column % 2;

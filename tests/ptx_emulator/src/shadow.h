@@ -12,6 +12,10 @@ enum class AccessKind : uint8_t { kRead, kWrite, kAtomic };
 
 constexpr uint32_t kGranuleBytes = 16;
 
+// In place of a lane: several lanes of a warp, each for itself; or the warp as a whole (ldmatrix).
+constexpr uint32_t kManyLanes = 32;
+constexpr uint32_t kCollective = 33;
+
 struct AccessRecord {
     uint32_t cluster = 0;  // of the launch
     uint32_t epoch = 0;
@@ -19,7 +23,7 @@ struct AccessRecord {
     uint16_t component = 0;
     uint16_t bytes = 0;  // mask within the granule
     uint16_t warp = 0;   // CTA rank in its cluster * 32 + warp, for reports
-    uint8_t lane = 0;    // kWarpSize: more than one
+    uint8_t lane = 0;    // kManyLanes, kCollective, or the one
     AccessKind kind = AccessKind::kRead;
     bool async_proxy = false;
 };

@@ -189,7 +189,7 @@ def _attention(
 
     head_dim_v = 0  # that of out, once it is padded
     try:
-        head_dim, last = tensors[0].shape[-1], tensors[-1].shape[-1]
+        head_dim, last = tensors[0].size(-1), tensors[-1].size(-1)
     except (AttributeError, IndexError, RuntimeError):
         head_dim = last = 0  # not a tensor of the right rank: for the checks to say
     if (head_dim % 8 or last % 8) and head_dim <= MAX_HEAD_DIM and last <= MAX_HEAD_DIM:
@@ -215,7 +215,7 @@ def _attention(
     if block_table is not None:
         options["block_table"] = block_table
     if softmax_scale is not None:
-        options["softmax_scale"] = _number(softmax_scale)
+        options["softmax_scale"] = softmax_scale if type(softmax_scale) is float else _number(softmax_scale)
     if causal is not False:
         options["causal"] = causal
     if type(window_left) is not int or window_left != -1:
@@ -251,7 +251,7 @@ def _attention(
     elif is_plain_eager(tensors, options):
         if "dropout_p" in options:
             options = _with_rng_state(unpack(packing, tensors), options, plain=True)
-        if wants_gradient((*tensors, learnable_sink)):
+        if wants_gradient(tensors, learnable_sink):
             out, lse = Attention.apply(options, packing, True, learnable_sink, *tensors)
         else:
             q, k, v = unpack(packing, tensors)

@@ -24,7 +24,7 @@ What torch's machinery finds here:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -80,18 +80,20 @@ bwd = torch.ops.flash_ext.bwd.default
 # ---------------------------------------------------------------------------------------------------------------------
 # The one way down: check, then dispatch.
 
+_deterministic_mode = torch._C._get_deterministic_algorithms
 _MAX_WINDOW = 2**31 - 1  # the kernels count in 32 bits, and no sequence is longer
 
 
 def _resolve(options: Options) -> Options:
     """What the call means now: torch's deterministic mode, and window bounds that 32 bits hold."""
-    changed: Options = {}
-    if torch._C._get_deterministic_algorithms():
-        changed["deterministic"] = True
-    for name in ("window_left", "window_right"):
-        if options.get(name, -1) > _MAX_WINDOW:
-            changed[name] = _MAX_WINDOW
-    return {**options, **changed} if changed else options
+    if _deterministic_mode():
+        options = {**options, "deterministic": True}
+    if not options:
+        return options
+    if "window_left" in options or "window_right" in options:
+        left, right = options.get("window_left", -1), options.get("window_right", -1)
+        options = {**options, "window_left": min(left, _MAX_WINDOW), "window_right": min(right, _MAX_WINDOW)}
+    return options
 
 
 def run_forward(
@@ -125,11 +127,11 @@ def run_backward(
 
 _EXACT_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _forward_ad = torch.autograd.forward_ad
-_is_compiling = torch.compiler.is_compiling
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_transform = torch._C._functorch.peek_interpreter_stack
 _jit_tracing = torch._C._get_tracing_state
+_is_grad_enabled = torch.is_grad_enabled
 
 
 def _no_modes() -> int:
@@ -147,16 +149,16 @@ def _is_any_autocast_enabled_by_device() -> bool:
 any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", _is_any_autocast_enabled_by_device)
 
 
-def is_plain_eager(tensors: Iterable[Any], options: Options) -> bool:
+def is_plain_eager(tensors: Sequence[Any], options: Options) -> bool:
     """Whether the call may pass by the dispatcher: nothing but plain tensors, and nobody watching.
 
-    False while compiling or exporting, under any ``__torch_dispatch__`` mode (FakeTensorMode, make_fx, FlopCounterMode,
-    selective checkpointing), under a transform of ``torch.func``, in forward-mode AD, while ``torch.jit.trace``
-    records, under autocast, and for tensor subclasses and the meta device.
+    False under any ``__torch_dispatch__`` mode (FakeTensorMode, make_fx, FlopCounterMode, selective checkpointing),
+    under a transform of ``torch.func``, in forward-mode AD, while ``torch.jit.trace`` records, under autocast, and for
+    tensor subclasses and the meta device. Of what Dynamo traces (``torch.compiler.is_compiling``) callers take care
+    themselves; all other parts of the compiler have a mode active.
     """
     if (
-        _is_compiling()
-        or _dispatch_modes() != 0
+        _dispatch_modes() != 0
         or _functorch_transform() is not None
         or _is_key_included(_PRE_DISPATCH)
         or any_autocast()
@@ -165,12 +167,12 @@ def is_plain_eager(tensors: Iterable[Any], options: Options) -> bool:
     ):
         return False
     for tensor in tensors:
-        if tensor is not None and (type(tensor) not in _EXACT_TENSORS or tensor.is_meta):
+        if type(tensor) not in _EXACT_TENSORS:
             return False
     for value in options.values():
         if isinstance(value, torch.Tensor) and type(value) not in _EXACT_TENSORS:
             return False
-    return True
+    return not tensors[0].is_meta  # the others are on its device, or refused by the checks
 
 
 def _never(tensor: Any) -> bool:
@@ -184,9 +186,12 @@ _is_legacy_batched: Callable[[Any], bool] = getattr(torch._C._functorch, "is_leg
 def _is_plain_backward(
     dout: torch.Tensor, dlse: torch.Tensor | None, tensors: tuple[torch.Tensor, ...], options: Options
 ) -> bool:
-    if not is_plain_eager((dout, dlse, *tensors), options):
+    """Of a backward; never while Dynamo reads this code (compiled autograd)."""
+    if _is_dynamo_compiling() or _is_legacy_batched(dout):
         return False
-    return not (_is_legacy_batched(dout) or (dlse is not None and _is_legacy_batched(dlse)))
+    if dlse is None:
+        return is_plain_eager((*tensors, dout), options)
+    return is_plain_eager((*tensors, dout, dlse), options) and not _is_legacy_batched(dlse)
 
 
 def _call_forward(
@@ -210,10 +215,10 @@ def _call_backward(
     options: Options,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """``(dq, dk, dv, dsinks)`` below autograd; see `_call_forward`."""
-    if _is_dynamo_compiling():  # compiled autograd: Dynamo reads this code and cannot enter the guard
-        return bwd(dout, dlse, q, k, v, out, lse, **options)
     if _is_plain_backward(dout, dlse, (q, k, v), options):
         return run_backward(dout, dlse, q, k, v, out, lse, options)
+    if _is_dynamo_compiling():  # it cannot enter the guard below
+        return bwd(dout, dlse, q, k, v, out, lse, **options)
     with torch._C._AutoDispatchBelowAutograd():
         return bwd(dout, dlse, q, k, v, out, lse, **options)
 
@@ -233,12 +238,15 @@ def unpack(packing: int, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tenso
     return (*tensors[:-1], *tensors[-1].unbind(PACKED_DIM))
 
 
-def wants_gradient(tensors: Iterable[Any]) -> bool:
-    """Whether autograd has to record a call with these tensors."""
-    if not torch.is_grad_enabled():
+def wants_gradient(tensors: Iterable[torch.Tensor], *others: Any) -> bool:
+    """Whether autograd has to record a call with these tensors; of others only those that are tensors count."""
+    if not _is_grad_enabled():
         return False
     for tensor in tensors:
-        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+        if tensor.requires_grad:
+            return True
+    for other in others:
+        if isinstance(other, torch.Tensor) and other.requires_grad:
             return True
     return False
 
@@ -331,7 +339,7 @@ def _refuse_unsupported_autograd(tensors: Iterable[Any], what: str) -> None:
                     f"flash_ext: forward-mode AD (torch.func.jvp, dual tensors) of {what} is not implemented; "
                     "expected reverse mode (torch.autograd)"
                 )
-    if _functorch_transform() is not None and wants_gradient(tensors):
+    if _functorch_transform() is not None and wants_gradient((), *tensors):
         raise NotImplementedError(
             f"flash_ext: torch.func transforms (grad, vjp, jacrev) of {what} are not implemented; "
             "expected torch.autograd (backward, torch.autograd.grad)"
@@ -342,13 +350,12 @@ def _fwd_autograd(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     sinks = options.get("sinks")
-    differentiable = (q, k, v, sinks)
-    _refuse_unsupported_autograd(differentiable, "flash_ext::fwd")
+    _refuse_unsupported_autograd((q, k, v, sinks), "flash_ext::fwd")
     slopes = options.get("alibi_slopes")
     if slopes is not None and slopes.requires_grad:  # refused by the checks; a fake below autograd no longer shows it
         check_forward(q, k, v, **options)
     plain = is_plain_eager((q, k, v), options)
-    if wants_gradient(differentiable):
+    if wants_gradient((q, k, v), sinks):
         return Attention.apply(options, SEPARATE, plain, sinks, q, k, v)
     return _call_forward(q, k, v, options, plain)
 
@@ -366,7 +373,7 @@ def _bwd_autograd(
     sinks = options.get("sinks")
     differentiable = (dout, dlse, q, k, v, out, lse, sinks)
     _refuse_unsupported_autograd(differentiable, "flash_ext::bwd")
-    if wants_gradient(differentiable):
+    if wants_gradient((), *differentiable):
         return _Backward.apply(options, sinks, dout, dlse, q, k, v, out, lse)
     return _call_backward(dout, dlse, q, k, v, out, lse, options)
 

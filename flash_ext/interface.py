@@ -76,6 +76,13 @@ def _number(value: Any) -> Any:
     return float(value) if isinstance(value, numbers.Real) else value
 
 
+def _is_tensor_hint(value: Any) -> bool:
+    """Whether max_seqlen is a 0-dimensional integer tensor: as good as None, since reading it would synchronise."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    return value.ndim == 0 and not (value.is_floating_point() or value.is_complex() or value.dtype is torch.bool)
+
+
 def _check_packed(name: str, tensor: Any, parts: int, rank: int) -> None:
     """qkv and kv: their own name in the error, not that of a view of them."""
     if _is_compiling():  # what is wrong shows in the operator's fake
@@ -204,9 +211,9 @@ def _attention(
         options["cu_seqlens_q"] = cu_seqlens_q
     if cu_seqlens_k is not None:
         options["cu_seqlens_k"] = cu_seqlens_k
-    if max_seqlen_q is not None:
+    if max_seqlen_q is not None and not _is_tensor_hint(max_seqlen_q):
         options["max_seqlen_q"] = _number(max_seqlen_q)
-    if max_seqlen_k is not None:
+    if max_seqlen_k is not None and not _is_tensor_hint(max_seqlen_k):
         options["max_seqlen_k"] = _number(max_seqlen_k)
     if seqused_q is not None:
         options["seqused_q"] = seqused_q
@@ -432,7 +439,8 @@ def flash_attn_varlen_func(
         tensors (``FLASH_EXT_CHECK=1`` validates them). Rows outside of all sequences may hold anything; ``out`` is 0
         there.
     max_seqlen_q, max_seqlen_k : int or None
-        Hints: an upper bound of the lengths, or None. They never shorten a sequence.
+        Hints: an upper bound of the lengths, or None. They never shorten a sequence. A 0-dimensional integer tensor,
+        which ``cu_seqlens.diff().max()`` gives, is accepted too and not read.
     block_table : torch.Tensor, optional
         Reserved for paged keys: refused.
 

@@ -63,15 +63,15 @@ _KEYWORDS = (
     "Tensor? v_descale=None, SymInt num_splits=0, SymInt sm_margin=0, bool deterministic=False"
 )
 
-# Neither operator mutates or aliases an argument: outputs are fresh and contiguous.
+# Neither operator mutates or aliases an argument: outputs are fresh and contiguous. Any strides are right, but some
+# cost a copy, so compilers are to hand over tensors as eager mode lays them out (torch before 2.7: in that order).
+_TAGS = (torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order))
 _library = torch.library.Library("flash_ext", "DEF")
-_library.define(
-    f"fwd(Tensor q, Tensor k, Tensor v, {_KEYWORDS}) -> (Tensor out, Tensor lse)", tags=torch.Tag.pt2_compliant_tag
-)
+_library.define(f"fwd(Tensor q, Tensor k, Tensor v, {_KEYWORDS}) -> (Tensor out, Tensor lse)", tags=_TAGS)
 _library.define(
     f"bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_KEYWORDS}) "
     "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
-    tags=torch.Tag.pt2_compliant_tag,
+    tags=_TAGS,
 )
 
 fwd = torch.ops.flash_ext.fwd.default
@@ -132,10 +132,6 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_transform = torch._C._functorch.peek_interpreter_stack
 _jit_tracing = torch._C._get_tracing_state
 _is_grad_enabled = torch.is_grad_enabled
-
-
-def _no_modes() -> int:
-    return 0
 
 
 _is_key_included = torch._C._dispatch_tls_is_dispatch_key_included

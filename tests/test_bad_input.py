@@ -271,7 +271,8 @@ NUMBERS = [
     mistyped("sm_margin", 0.5, ("0.5", "at least 0")),
     varlen("max_seqlen_q -1", ValueError, ("max_seqlen_q", "-1", "at least 0"), max_seqlen_q=-1),
     mistyped("max_seqlen_k", 7.0, ("7.0", "integer"), varlen_arguments),
-    mistyped("max_seqlen_q", torch.tensor(7), ("tensor(7)", "integer"), varlen_arguments),
+    mistyped("max_seqlen_q", torch.tensor(7.0), ("tensor(7.)", "integer"), varlen_arguments),
+    mistyped("max_seqlen_k", torch.tensor([7]), ("tensor([7])", "integer"), varlen_arguments),
     mistyped("max_seqlen_q", True, ("True", "integer"), varlen_arguments),
 ]  # fmt: skip
 

@@ -199,6 +199,15 @@ def test_numbers_of_other_libraries(path: Path, calls: Calls) -> None:
     assert second["softmax_scale"] == 1.0 and second.get("softcap", 0.0) == 0.0
 
 
+def test_max_seqlen_may_be_a_tensor_that_nobody_reads(path: Path, calls: Calls) -> None:
+    """Some callers compute it on the device; a read would synchronise, and a hint is not worth that."""
+    flat, cu = _random(path, 18, 4, 32), _cu_seqlens(path, 0, 4, 18)
+    longest = cu.diff().max()
+    got = _VARLEN(flat, flat, flat, cu, cu, longest, longest)
+    assert_same_bits("out", got, flash_ext.flash_attn_varlen_func(flat, flat, flat, cu, cu, 14, 14))
+    assert calls["forward"][0].get("max_seqlen_q") is None and calls["forward"][0].get("max_seqlen_k") is None
+
+
 def test_a_window_wider_than_anything_is_no_window(path: Path) -> None:
     q = _random(path, 2, 9, 4, 32)
     wide = flash_ext.flash_attn_func(q, q, q, window_size=(2**40, 9))

@@ -385,7 +385,57 @@ void decode_fma(DecodeContext& c) {
     c.out.handler = c.require(handler);
 }
 
+namespace {
+
+// The magnitude of b with the sign of a.
+template <class T>
+struct CopySign {
+    T operator()(T a, T b) const { return std::copysign(b, a); }
+};
+
+void decode_copysign(DecodeContext& c) {
+    c.allow(1, "f32 f64");
+    const int bytes = c.type_size();
+    c.out.dst = c.write(0, bytes);
+    c.out.a = c.read(1, bytes);
+    c.out.b = c.read(2, bytes);
+    c.out.handler =
+        bytes == 4 ? map2<float, float, float, CopySign<float>> : map2<double, double, double, CopySign<double>>;
+}
+
+template <class T>
+Step test_property(Warp& warp, const Instruction& i, LaneMask mask) {
+    const T* a = warp.lanes<T>(i.a);
+    LaneMask result = 0;
+    for (uint32_t lane = 0; lane < kWarpSize; ++lane) {
+        const int category = std::fpclassify(a[lane]);
+        // x: the accepted categories of <cmath>, one bit each
+        result |= i.x >> category & 1 ? lane_bit(lane) : 0;
+    }
+    warp.set_predicate(i.dst, result, mask);
+    return Step::kNext;
+}
+
+void decode_testp(DecodeContext& c) {
+    c.allow(1, "finite infinite number notanumber normal subnormal f32 f64");
+    const uint32_t nan = 1u << FP_NAN, infinite = 1u << FP_INFINITE, normal = 1u << FP_NORMAL;
+    const uint32_t subnormal = 1u << FP_SUBNORMAL, zero = 1u << FP_ZERO;
+    c.out.x = c.has("finite")       ? normal | subnormal | zero
+              : c.has("infinite")   ? infinite
+              : c.has("number")     ? normal | subnormal | zero | infinite
+              : c.has("notanumber") ? nan
+              : c.has("normal")     ? normal
+                                    : subnormal;
+    c.out.dst = c.write_predicate(c.operand(0));
+    c.out.a = c.read(1, c.type_size());
+    c.out.handler = c.type_size() == 4 ? test_property<float> : test_property<double>;
+}
+
+}  // namespace
+
 void register_float(OpcodeTable& table) {
+    table.add("copysign", decode_copysign);
+    table.add("testp", decode_testp);
     table.add("fma", decode_fma);
     for (const char* mnemonic : {"ex2", "lg2", "rcp", "sqrt", "rsqrt", "sin", "cos", "tanh"}) {
         table.add(mnemonic, decode_unary_function);

@@ -42,6 +42,7 @@ Program::Program(const ModuleSyntax& module, const KernelSyntax& kernel, const M
     RegisterFileBuilder registers(*this, module, kernel, globals);
     code.resize(kernel.instructions.size());
     info.resize(kernel.instructions.size());
+    executed.assign(kernel.instructions.size(), 0);
     for (size_t i = 0; i < kernel.instructions.size(); ++i) {
         const SyntaxInstruction& syntax = kernel.instructions[i];
         info[i].opcode = syntax.opcode;

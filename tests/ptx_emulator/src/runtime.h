@@ -4,6 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <mutex>
 #include <string>
 
 #include "device_model.h"
@@ -24,6 +25,11 @@ std::string last_report(cudaError_t code);
 
 // One launch from start to end. Host faults inside it (a wild global pointer) become kIllegalAddress.
 void launch(const void* host_function, Dim3 grid, Dim3 block, Dim3 cluster, size_t dynamic_shared, void** arguments);
+
+// One launch at a time; it also guards the kernel library and what is noted of launches.
+std::mutex& launch_mutex();
+// For runtime_inspection.cpp: a kernel starts (no statistics yet), or has ended.
+void note_launch(const std::string& kernel, const LaunchStatistics* statistics);
 
 // The mangled device name of a __global__ function, nullptr if it was never registered.
 const char* kernel_name(const void* host_function);

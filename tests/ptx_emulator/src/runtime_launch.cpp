@@ -16,8 +16,6 @@ namespace ptx_emulator {
 
 namespace {
 
-std::mutex launch_mutex;  // one launch at a time
-
 struct CallConfiguration {
     dim3 grid, block;
     size_t shared = 0;
@@ -103,8 +101,6 @@ void run_guarded(Machine& machine) {
     throw EmulationError(Fault::kIllegalAddress, text);
 }
 
-LaunchStatistics latest_statistics;
-
 }  // namespace
 
 DeviceModel current_device_model() {
@@ -117,7 +113,7 @@ int dynamic_shared_limit(const void* host_function) {
 }
 
 void launch(const void* host_function, Dim3 grid, Dim3 block, Dim3 cluster, size_t dynamic_shared, void** arguments) {
-    const std::lock_guard<std::mutex> lock(launch_mutex);
+    const std::lock_guard<std::mutex> lock(launch_mutex());
     const char* name = kernel_name(host_function);
     if (!name) raise(Fault::kMissingKernel, "launch of a function that no object registered");
     const Options options = Options::from_environment();
@@ -143,8 +139,9 @@ void launch(const void* host_function, Dim3 grid, Dim3 block, Dim3 cluster, size
         std::memcpy(&config.parameters[parameter.offset], arguments[i], parameter.bytes);
     }
     Machine machine(program, config, device, options);
+    note_launch(name, nullptr);
     run_guarded(machine);
-    latest_statistics = machine.statistics;
+    note_launch(name, &machine.statistics);
     if (options.trace) {
         std::fprintf(stderr, "PTX emulator: %s: %u CTAs, %u resident, %llu warp instructions\n", name,
                      machine.statistics.ctas, machine.statistics.resident_ctas,
@@ -210,7 +207,7 @@ cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribu
         if (value < 0 || value > limit) {
             raise(Fault::kInvalidConfiguration, "%d bytes of dynamic shared memory, the device has %d", value, limit);
         }
-        const std::lock_guard<std::mutex> lock(launch_mutex);
+        const std::lock_guard<std::mutex> lock(launch_mutex());
         shared_limits()[function] = value;
     });
 }
@@ -219,7 +216,7 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* fu
     return guarded([&] {
         const char* name = kernel_name(function);
         if (!name) raise(Fault::kMissingKernel, "cudaFuncGetAttributes of an unknown function");
-        const std::lock_guard<std::mutex> lock(launch_mutex);
+        const std::lock_guard<std::mutex> lock(launch_mutex());
         const Program& program = KernelLibrary::instance().program(name, Options::from_environment());
         *attributes = cudaFuncAttributes{};
         attributes->sharedSizeBytes = program.static_shared;
@@ -234,7 +231,7 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const voi
     return guarded([&] {
         const char* name = kernel_name(function);
         if (!name) raise(Fault::kMissingKernel, "occupancy of an unknown function");
-        const std::lock_guard<std::mutex> lock(launch_mutex);
+        const std::lock_guard<std::mutex> lock(launch_mutex());
         const Program& program = KernelLibrary::instance().program(name, Options::from_environment());
         *blocks = static_cast<int>(current_device_model().occupancy(
             static_cast<uint32_t>(threads), static_cast<uint32_t>(shared) + program.static_shared));
@@ -260,14 +257,5 @@ cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void* function, 
     if (error != cudaSuccess) return error;
     return guarded(
         [&] { *clusters = blocks * static_cast<int>(current_device_model().sm_count) / static_cast<int>(size); });
-}
-
-// For tests: the latest launch of this library. CTAs started, CTAs resident at most, warp instructions.
-__attribute__((visibility("default"))) void flash_ext_emulator_statistics(uint32_t* ctas, uint32_t* resident,
-                                                                          uint64_t* instructions) {
-    const std::lock_guard<std::mutex> lock(launch_mutex);
-    *ctas = latest_statistics.ctas;
-    *resident = latest_statistics.resident_ctas;
-    *instructions = latest_statistics.warp_instructions;
 }
 }

@@ -176,6 +176,7 @@ Warp::Outcome Warp::run(uint32_t budget) {
             pc_ = pc;
             Step step = Step::kNext;
             if (lanes) {
+                program.executed[pc] = 1;
                 if (registers_in_flight) machine.checker.check_in_flight(*this, instruction);
                 step = instruction.handler(*this, instruction, lanes);
             }

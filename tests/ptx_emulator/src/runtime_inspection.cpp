@@ -1,0 +1,83 @@
+// What tests and the mutation runner ask of an emulated library, through ctypes: beside the C ABI, with its prefix.
+#include <cstring>
+
+#include "kernel_library.h"
+#include "mutation.h"
+#include "runtime.h"
+
+namespace ptx_emulator {
+
+namespace {
+
+LaunchStatistics latest_statistics;
+std::vector<std::string> launched;
+
+// Copies text with its terminator; returns the bytes it takes, so that a caller can come again with more room.
+uint64_t hand_out(const std::string& text, char* out, uint64_t size) {
+    if (text.size() < size) std::memcpy(out, text.c_str(), text.size() + 1);
+    return text.size() + 1;
+}
+
+}  // namespace
+
+std::mutex& launch_mutex() {
+    static auto* mutex = new std::mutex;
+    return *mutex;
+}
+
+void note_launch(const std::string& kernel, const LaunchStatistics* statistics) {
+    if (statistics) {
+        latest_statistics = *statistics;
+    } else {
+        launched.push_back(kernel);
+    }
+}
+
+}  // namespace ptx_emulator
+
+using namespace ptx_emulator;
+
+#define EXPORTED __attribute__((visibility("default")))
+
+extern "C" {
+
+// The latest launch that ended well: CTAs started, CTAs resident at once at most, warp instructions.
+EXPORTED void flash_ext_emulator_statistics(uint32_t* ctas, uint32_t* resident, uint64_t* instructions) {
+    const std::lock_guard<std::mutex> lock(launch_mutex());
+    *ctas = latest_statistics.ctas;
+    *resident = latest_statistics.resident_ctas;
+    *instructions = latest_statistics.warp_instructions;
+}
+
+// The mangled names of the kernels launched since the last call, one a line. Cleared once they fit.
+EXPORTED uint64_t flash_ext_emulator_launched(char* out, uint64_t size) {
+    const std::lock_guard<std::mutex> lock(launch_mutex());
+    std::string text;
+    for (const std::string& name : launched) text += name + "\n";
+    const uint64_t needed = hand_out(text, out, size);
+    if (needed <= size) launched.clear();
+    return needed;
+}
+
+// The synchronisation instructions of a kernel, one a line: number, executed so far (0 or 1), PTX line, source
+// "file:line" or nothing, text; separated by tabs. 0: the kernel does not load (the error is on stderr).
+EXPORTED uint64_t flash_ext_emulator_synchronization(const char* kernel, char* out, uint64_t size) {
+    const std::lock_guard<std::mutex> lock(launch_mutex());
+    uint64_t needed = 0;
+    guarded([&] {
+        const Program& program = KernelLibrary::instance().program(kernel, Options{});
+        std::string text;
+        const std::vector<size_t> all = synchronization_instructions(program);
+        for (size_t n = 0; n < all.size(); ++n) {
+            const InstructionInfo& info = program.info[all[n]];
+            const auto file = program.files.find(info.source.file);
+            const std::string source =
+                file == program.files.end() ? "" : format("%s:%d", file->second.c_str(), info.source.line);
+            text += format("%zu\t%d\t%d\t%s\t%s\n", n, program.executed[all[n]], info.line, source.c_str(),
+                           info.text.c_str());
+        }
+        needed = hand_out(text, out, size);
+    });
+    return needed;
+}
+}

@@ -34,12 +34,11 @@ struct Mask {
     int32_t seqlen_k;  // keys that count
 
     __device__ __forceinline__ KeyRange visible(int32_t row) const {
-        const int64_t diagonal = static_cast<int64_t>(row) + shift;
+        // Ordered so that nothing leaves 32 bits: row + shift lies in [-seqlen_q, seqlen_k).
+        const int32_t diagonal = row + shift;
         KeyRange keys{0, seqlen_k};
-        if (bounds.left >= 0) keys.begin = static_cast<int32_t>(max(diagonal - bounds.left, int64_t{0}));
-        if (bounds.right >= 0) {
-            keys.end = static_cast<int32_t>(max(min(diagonal + bounds.right + 1, int64_t{seqlen_k}), int64_t{0}));
-        }
+        if (bounds.left >= 0) keys.begin = diagonal > bounds.left ? diagonal - bounds.left : 0;
+        if (bounds.right >= 0 && diagonal < seqlen_k - 1 - bounds.right) keys.end = max(diagonal + bounds.right + 1, 0);
         return keys;
     }
     // The mask seen from the keys: visible(key) are the rows that see it, of seqlen_q.

@@ -48,11 +48,18 @@ struct OnlineSoftmax {
         }
     }
 
-    // Turns scores into unnormalised probabilities exp2(scale_log2 * (score - row_max)), scale_log2 > 0, and returns in
-    // rescale what the row's earlier results are to be multiplied by. kMasked: a row may have seen no key so far.
+    // Turns scores into unnormalised probabilities exp2(scale_log2 * (score - row_max)), scale_log2 > 0. Returns
+    // whether what a row of this warp has accumulated so far is to be multiplied by something else than 1; rescale
+    // holds that. kMasked: a row may have seen no key so far.
+    //
+    // row_max follows the row's true maximum only when that has grown by more than 2^kLag in the result: until then
+    // probabilities are at most 2^kLag instead of 1, which costs no accuracy in floating point (FlashAttention-4, arXiv
+    // 2603.05451), and almost all blocks leave the accumulated output alone. A row decides for itself.
     template <bool kMasked, int kNTiles>
-    __device__ __forceinline__ void update(float (&s_frag)[kMTiles][kNTiles][4], float scale_log2,
+    __device__ __forceinline__ bool update(float (&s_frag)[kMTiles][kNTiles][4], float scale_log2,
                                            float (&rescale)[kMTiles][2]) {
+        constexpr float kLag = 8.f;
+        bool grows = false;
 #pragma unroll
         for (int m = 0; m < kMTiles; ++m) {
 #pragma unroll
@@ -63,10 +70,14 @@ struct OnlineSoftmax {
                     maximum = fmaxf(maximum, fmaxf(s_frag[m][n][2 * half], s_frag[m][n][2 * half + 1]));
                 }
                 maximum = quad_max(maximum);
-                float scaled_max = maximum * scale_log2;
-                if (kMasked && maximum == minus_infinity()) scaled_max = 0.f;
-                rescale[m][half] = ptx::ex2_approx_ftz(row_max[m][half] * scale_log2 - scaled_max);
-                row_max[m][half] = maximum;
+                rescale[m][half] = 1.f;
+                if ((maximum - row_max[m][half]) * scale_log2 > kLag) {  // false while the row has seen no key
+                    rescale[m][half] = ptx::ex2_approx_ftz((row_max[m][half] - maximum) * scale_log2);
+                    row_max[m][half] = maximum;
+                    grows = true;
+                }
+                float scaled_max = row_max[m][half] * scale_log2;
+                if (kMasked && row_max[m][half] == minus_infinity()) scaled_max = 0.f;
                 float sum = row_sum[m][half] * rescale[m][half];
 #pragma unroll
                 for (int n = 0; n < kNTiles; ++n) {
@@ -79,6 +90,7 @@ struct OnlineSoftmax {
                 row_sum[m][half] = sum;
             }
         }
+        return __any_sync(kAllLanes, grows);
     }
 
     // Adds up the row sum, lets the sink (natural-unit logit; has_sink false: none) take part, normalises.

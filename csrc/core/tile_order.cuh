@@ -8,13 +8,19 @@
 
 #include <stdint.h>
 
+#include "core/fast_division.cuh"
+
 namespace flash_ext {
 
 struct TileOrder {
-    int64_t heads;           // batch * heads (dense) or heads (packed)
-    int32_t tiles;           // per head
-    int32_t section;         // heads per section
-    int32_t heaviest_first;  // 1: tiles from the last to the first
+    int64_t heads;             // batch * heads (dense) or heads (packed)
+    int32_t tiles;             // per head
+    int32_t heaviest_first;    // 1: tiles from the last to the first
+    FastDivisor section;       // heads of a section
+    FastDivisor last_section;  // of the last one
+    FastDivisor per_section;   // tiles of a section
+    int32_t sections;
+    int32_t is_large;  // 1: positions beyond 2^31, so divide in 64 bits
 };
 
 struct TileIndex {
@@ -22,28 +28,49 @@ struct TileIndex {
     int32_t tile;
 };
 
+// key_bytes_per_head: the keys and values that the tiles of a head read.
 inline TileOrder make_tile_order(int64_t heads, int64_t tiles, bool heaviest_first, int64_t key_bytes_per_head) {
-    // Half of the smallest L2 cache of the data-centre parts; too few heads would leave a long tile to the end.
-    constexpr int64_t kSectionBytes = int64_t{20} << 20, kMinHeads = 8;
+    // About half of the L2 cache of the data-centre parts. Too few heads would leave a long tile to the end.
+    constexpr int64_t kSectionBytes = int64_t{20} << 20, kMinHeads = 8, kMaxHeads = 4096;
     int64_t section = 1;
     if (heaviest_first) {
-        section = key_bytes_per_head > 0 ? kSectionBytes / key_bytes_per_head : heads;
+        section = key_bytes_per_head > 0 ? kSectionBytes / key_bytes_per_head : kMaxHeads;
         section = section < kMinHeads ? kMinHeads : section;
-        section = section > 4096 ? 4096 : section;
+        section = section > kMaxHeads ? kMaxHeads : section;
         section = section > heads ? heads : section;
     }
-    return {heads, static_cast<int32_t>(tiles), static_cast<int32_t>(section < 1 ? 1 : section), heaviest_first};
+    const int64_t sections = (heads + section - 1) / section;
+    TileOrder order;
+    order.heads = heads;
+    order.tiles = static_cast<int32_t>(tiles);
+    order.heaviest_first = heaviest_first;
+    order.section = make_fast_divisor(static_cast<uint32_t>(section));
+    order.last_section = make_fast_divisor(static_cast<uint32_t>(heads - (sections - 1) * section));
+    order.is_large = heads * tiles > INT32_MAX;
+    order.per_section = make_fast_divisor(order.is_large ? 1 : static_cast<uint32_t>(section * tiles));
+    order.sections = static_cast<int32_t>(order.is_large ? 0 : sections);
+    return order;
 }
 
+// position: below heads * tiles.
 __device__ __forceinline__ TileIndex tile_at(const TileOrder& order, uint64_t position) {
-    const uint64_t per_section = static_cast<uint64_t>(order.section) * static_cast<uint32_t>(order.tiles);
-    const int64_t section = static_cast<int64_t>(position / per_section);
-    const uint64_t rest = position - section * per_section;
-    const int64_t first_head = section * order.section;
-    const uint64_t heads = static_cast<uint64_t>(min(static_cast<int64_t>(order.section), order.heads - first_head));
-    const int32_t tile = static_cast<int32_t>(rest / heads);
-    const int32_t head = static_cast<int32_t>(rest - tile * heads);
-    return {first_head + head, order.heaviest_first ? order.tiles - 1 - tile : tile};
+    TileIndex index;
+    if (order.is_large) {
+        const uint64_t section = order.section.divisor;
+        const uint64_t first_head = position / (section * order.tiles) * section;
+        const uint64_t rest = position - first_head * order.tiles;
+        const uint64_t heads_here = min(section, static_cast<uint64_t>(order.heads) - first_head);
+        index.head = static_cast<int64_t>(first_head + rest % heads_here);
+        index.tile = static_cast<int32_t>(rest / heads_here);
+    } else {
+        const Quotient section = divide(static_cast<uint32_t>(position), order.per_section);
+        const bool is_last = section.quotient == static_cast<uint32_t>(order.sections) - 1;
+        const Quotient tile = divide(section.remainder, is_last ? order.last_section : order.section);
+        index.head = section.quotient * order.section.divisor + tile.remainder;
+        index.tile = static_cast<int32_t>(tile.quotient);
+    }
+    if (order.heaviest_first) index.tile = order.tiles - 1 - index.tile;
+    return index;
 }
 
 }  // namespace flash_ext

@@ -31,6 +31,7 @@
 #include "core/softmax.cuh"
 #include "core/tile_order.cuh"
 #include "params.h"
+#include "ptx/special_registers.cuh"
 #include "sm80/mma.cuh"
 #include "sm80/tile.cuh"
 
@@ -44,6 +45,7 @@ struct ForwardTile {
     int warps;               // per CTA
     int ctas = 1;            // CTAs per SM that the register budget leaves room for
     int q_in_registers = 0;  // 1: Q's fragments are read from shared memory once
+    int park_sums = 0;       // 1: row sums wait in shared memory while S is made: two to four registers for Q K^T
 };
 
 // What the host works out once for all CTAs of a launch.
@@ -51,6 +53,8 @@ struct ForwardArguments {
     ForwardParams params;
     MaskBounds bounds;
     TileOrder order;
+    FastDivisor heads;  // heads_q
+    FastDivisor group;  // query heads of a key head
     // Bytes that the loops step by; from the constant bank they cost no register.
     int64_t q_pass_stride, k_pass_stride, v_pass_stride;  // rows a loader's pass apart
     int64_t k_block_stride, v_block_stride;               // rows kBlockN apart
@@ -99,7 +103,7 @@ struct Forward {
     using QFragment = uint32_t[kMTiles][4];
 
     // What this CTA does: worked out once and kept in shared memory, for in the loop every register counts.
-    struct Plan {
+    struct alignas(16) Plan {
         Mask mask;
         KeyBlocks blocks;
         int row_begin;   // first row of the tile, from the start of the sequence
@@ -107,11 +111,12 @@ struct Forward {
         int rows;        // rows of the tile to write
         int rows_used;   // of these, the first so many are computed, the rest is slack
         int head;
-        int batch;  // of the tensors' stride_batch; the sequence's number otherwise
-        int head_k;
-        int key_row;  // the sequence's first key row, as tensor_row
+        int batch;         // of the tensors' stride_batch; the sequence's number otherwise
+        const char* keys;  // the sequence's first key and value row of the head
+        const char* values;
     };
-    static constexpr int64_t kSharedMemory = kPlanOffset + sizeof(Plan);
+    static constexpr int kSumsOffset = kPlanOffset + sizeof(Plan);  // per thread, where they are parked
+    static constexpr int64_t kSharedMemory = kSumsOffset + (kTile.park_sums ? kThreads * kMTiles * 8 : 0);
 
     // This thread's place in its warp's tile of scores.
     struct Place {
@@ -119,19 +124,23 @@ struct Forward {
         int column;  // of element 0 of n-tile 0, within the block
     };
 
-    __device__ __forceinline__ static void load_q(QFragment& q_frag, uint32_t lane_smem, uint32_t q_offset, int step) {
+    // This lane's row of the block at (0, 0) of its warp's rows of Q.
+    __device__ __forceinline__ static uint32_t q_row_address(uint32_t q_smem, int thread) {
+        return q_smem + thread / 32 * kWarpRows * QTile::kRowBytes + QTile::block_offset(0, thread % 32);
+    }
+
+    __device__ __forceinline__ static void load_q(QFragment& q_frag, uint32_t q_lane, int step) {
 #pragma unroll
         for (int m = 0; m < kMTiles; ++m) {
-            ptx::ldmatrix_x4(q_frag[m], QTile::columns_right(lane_smem, step) + q_offset + m * 16 * QTile::kRowBytes);
+            ptx::ldmatrix_x4(q_frag[m], QTile::columns_right(q_lane, step) + m * 16 * QTile::kRowBytes);
         }
     }
 
     // s_frag = Q K^T. q_resident: Q's fragments, where they stay in registers.
-    // lane_smem: this lane's row of the block at (0, 0) of Q; q_offset, k_offset: from there to the warp's rows and to
-    // K.
+    // q_lane, k_lane: this lane's row of the block at (0, 0) of the warp's rows of Q and of this step's K.
     template <class QResident>
-    __device__ __forceinline__ static void multiply_qk(SFragment& s_frag, const QResident& q_resident,
-                                                       uint32_t lane_smem, uint32_t q_offset, uint32_t k_offset) {
+    __device__ __forceinline__ static void multiply_qk(SFragment& s_frag, const QResident& q_resident, uint32_t q_lane,
+                                                       uint32_t k_lane) {
 #pragma unroll
         for (int m = 0; m < kMTiles; ++m) {
 #pragma unroll
@@ -150,24 +159,23 @@ struct Forward {
                     for (int c = 0; c < 4; ++c) q_frag[m][c] = q_resident[step][m][c];
                 }
             } else {
-                load_q(q_frag, lane_smem, q_offset, step);
+                load_q(q_frag, q_lane, step);
             }
 #pragma unroll
             for (int n = 0; n < kNTiles; n += 2) {
                 uint32_t k_frag[4];
-                ptx::ldmatrix_x4(k_frag, KTile::columns_right(lane_smem, step) + k_offset + n * 8 * KTile::kRowBytes);
+                ptx::ldmatrix_x4(k_frag, KTile::columns_right(k_lane, step) + n * 8 * KTile::kRowBytes);
 #pragma unroll
                 for (int m = 0; m < kMTiles; ++m) {
-                    mma<kType>(s_frag[m][n], q_frag[m], k_frag[0], k_frag[2]);
-                    mma<kType>(s_frag[m][n + 1], q_frag[m], k_frag[1], k_frag[3]);
+                    mma<kType>(s_frag[m][n], q_frag[m], k_frag[0], k_frag[1]);
+                    mma<kType>(s_frag[m][n + 1], q_frag[m], k_frag[2], k_frag[3]);
                 }
             }
         }
     }
 
     // o_frag += P V.
-    __device__ __forceinline__ static void multiply_pv(OFragment& o_frag, const SFragment& p_frag, uint32_t lane_smem,
-                                                       uint32_t v_offset) {
+    __device__ __forceinline__ static void multiply_pv(OFragment& o_frag, const SFragment& p_frag, uint32_t v_lane) {
 #pragma unroll
         for (int step = 0; step < kPvSteps; ++step) {
             uint32_t p_pack[kMTiles][4];
@@ -182,8 +190,7 @@ struct Forward {
 #pragma unroll
             for (int n = 0; n < kOTiles; n += 2) {
                 uint32_t v_frag[4];
-                ptx::ldmatrix_x4_trans(
-                    v_frag, VTile::columns_right(lane_smem, n / 2) + v_offset + step * 16 * VTile::kRowBytes);
+                ptx::ldmatrix_x4_trans(v_frag, VTile::columns_right(v_lane, n / 2) + step * 16 * VTile::kRowBytes);
 #pragma unroll
                 for (int m = 0; m < kMTiles; ++m) {
                     mma<kType>(o_frag[m][n], p_pack[m], v_frag[0], v_frag[1]);
@@ -321,9 +328,9 @@ struct Forward {
         const uint64_t position = static_cast<uint64_t>(blockIdx.y) * gridDim.x + blockIdx.x;
         if (position >= static_cast<uint64_t>(arguments.order.heads) * arguments.order.tiles) return false;
         const TileIndex index = tile_at(arguments.order, position);
-        const int dense_batch = params.cu_seqlens_q != nullptr ? 0 : static_cast<int>(index.head / params.heads_q);
-        plan.head = static_cast<int>(index.head - static_cast<int64_t>(dense_batch) * params.heads_q);
-        plan.head_k = plan.head / (params.heads_q / params.heads_k);
+        const Quotient batch_head = divide_any(index.head, arguments.heads);
+        const int dense_batch = static_cast<int>(batch_head.quotient);
+        plan.head = static_cast<int>(batch_head.remainder);
         const TileRows tile = find_tile(params.cu_seqlens_q, params.seqused_q, params.seqlen_q, params.batch,
                                         dense_batch, index.tile, kBlockM);
         plan.rows = min(tile.sequence.length - tile.begin, kBlockM);
@@ -336,7 +343,10 @@ struct Forward {
         if (plan.rows_used > 0) {
             keys = sequence_rows(params.cu_seqlens_k, params.seqused_k, params.seqlen_k, plan.batch);
         }
-        plan.key_row = keys.start;
+        const int head_k = static_cast<int>(divide(batch_head.remainder, arguments.group).quotient);
+        plan.keys = static_cast<const char*>(params.k.data) + row_offset(params.k, plan.batch, keys.start, head_k) * 2;
+        plan.values =
+            static_cast<const char*>(params.v.data) + row_offset(params.v, plan.batch, keys.start, head_k) * 2;
         plan.mask = {arguments.bounds, keys.used - tile.sequence.used, keys.used};
         plan.blocks = key_blocks(plan.mask, tile.begin, tile.begin + plan.rows_used, kBlockN);
         return true;
@@ -345,42 +355,36 @@ struct Forward {
     __device__ __forceinline__ static void run(const ForwardArguments& arguments) {
         extern __shared__ __align__(1024) unsigned char smem[];
         const ForwardParams& params = arguments.params;
-        const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+        const int thread = threadIdx.x;
 
+        // The start works on own_plan; the rest, behind a barrier, on the copy in shared memory.
         Plan& plan = *reinterpret_cast<Plan*>(smem + kPlanOffset);
-        {
-            Plan own;
-            if (!make_plan(own, arguments)) return;
-            if (thread == 0) plan = own;
-        }
-        __syncthreads();  // the plan is there
+        Plan own_plan;
+        if (!make_plan(own_plan, arguments)) return;
+        if (thread == 0) plan = own_plan;
 
         const uint32_t q_smem = static_cast<uint32_t>(__cvta_generic_to_shared(smem));
         constexpr uint32_t kKOffset = kQBytes, kVOffset = kQBytes + kStages * kKBytes;  // from q_smem
-        const uint32_t qk_lane = q_smem + QTile::block_offset(0, lane);
-        const uint32_t v_lane = q_smem + VTile::block_offset(0, lane);
-        const uint32_t warp_offset = warp * kWarpRows * QTile::kRowBytes;
-
-        const uint32_t k_store = q_smem + KLoader::smem_offset(thread), v_store = q_smem + VLoader::smem_offset(thread);
-        // This thread's first chunk of the block of keys that is copied next.
-        const char *k_source, *v_source;
-        const auto copy_k = [&](int stage, int rows) {
-            KLoader::load(k_store + kKOffset + stage * kKBytes, k_source, arguments.k_pass_stride, rows,
-                          params.head_dim, thread);
-            k_source -= arguments.k_block_stride;
+        // Copies of a block of keys; their source is worked out each time, for a pointer kept costs two registers.
+        const auto copy_k = [&](const char* keys, int thread, int block, int stage, int rows) {
+            const char* source =
+                keys + block * arguments.k_block_stride + KLoader::source_offset(thread, params.k.stride_row * 2);
+            KLoader::load(q_smem + KLoader::smem_offset(thread) + kKOffset + stage * kKBytes, source,
+                          arguments.k_pass_stride, rows, params.head_dim, thread);
         };
-        const auto copy_v = [&](int stage, int rows) {
-            VLoader::load(v_store + kVOffset + stage * kVBytes, v_source, arguments.v_pass_stride, rows,
-                          params.head_dim_v, thread);
-            v_source -= arguments.v_block_stride;
+        const auto copy_v = [&](const char* values, int thread, int block, int stage, int rows) {
+            const char* source =
+                values + block * arguments.v_block_stride + VLoader::source_offset(thread, params.v.stride_row * 2);
+            VLoader::load(q_smem + VLoader::smem_offset(thread) + kVOffset + stage * kVBytes, source,
+                          arguments.v_pass_stride, rows, params.head_dim_v, thread);
         };
 
         float slope_log2 = 0.f;
         PhiloxKey philox{};
         const bool drops = kRich && params.rng_state != nullptr && params.dropout_threshold > 0;
         if constexpr (kRich) {
-            if (params.alibi_slopes != nullptr && plan.rows_used > 0) {
-                slope_log2 = params.alibi_slopes[plan.batch * params.alibi_stride_batch + plan.head] * kLog2E;
+            if (params.alibi_slopes != nullptr && own_plan.rows_used > 0) {
+                slope_log2 = params.alibi_slopes[own_plan.batch * params.alibi_stride_batch + own_plan.head] * kLog2E;
             }
             if (drops) philox = philox_key(params.rng_state);
         }
@@ -391,84 +395,104 @@ struct Forward {
         for (int i = 0; i < kMTiles * kOTiles * 4; ++i) o_frag[i / 4 / kOTiles][i / 4 % kOTiles][i % 4] = 0.f;
         uint32_t q_resident[kTile.q_in_registers ? kQkSteps : 1][kMTiles][4];
 
-        int block = plan.blocks.end - 1;
-        if (block >= plan.blocks.begin) {
+        int block = own_plan.blocks.end - 1;
+        if (block >= own_plan.blocks.begin) {
             const char* q_source = static_cast<const char*>(params.q.data) +
-                                   row_offset(params.q, plan.batch, plan.tensor_row, plan.head) * 2 +
+                                   row_offset(params.q, own_plan.batch, own_plan.tensor_row, own_plan.head) * 2 +
                                    QLoader::source_offset(thread, params.q.stride_row * 2);
             QLoader::load(q_smem + QLoader::smem_offset(thread), q_source, arguments.q_pass_stride,
-                          plan.rows_used - QLoader::row(thread), params.head_dim, thread);
+                          own_plan.rows_used - QLoader::row(thread), params.head_dim, thread);
             if constexpr (kTile.q_in_registers) ptx::cp_async_commit_group();
-            k_source = static_cast<const char*>(params.k.data) +
-                       row_offset(params.k, plan.batch, plan.key_row, plan.head_k) * 2 +
-                       block * arguments.k_block_stride + KLoader::source_offset(thread, params.k.stride_row * 2);
-            v_source = static_cast<const char*>(params.v.data) +
-                       row_offset(params.v, plan.batch, plan.key_row, plan.head_k) * 2 +
-                       block * arguments.v_block_stride + VLoader::source_offset(thread, params.v.stride_row * 2);
-            const int keys_left = plan.mask.seqlen_k - block * kBlockN;
-            copy_k(0, keys_left - KLoader::row(thread));
-            if constexpr (kStages > 1) copy_v(0, keys_left - VLoader::row(thread));
+            const int keys_left = own_plan.mask.seqlen_k - block * kBlockN;
+            copy_k(own_plan.keys, thread, block, 0, keys_left - KLoader::row(thread));
+            if constexpr (kStages > 1) copy_v(own_plan.values, thread, block, 0, keys_left - VLoader::row(thread));
             ptx::cp_async_commit_group();
             if constexpr (kTile.q_in_registers) {
                 ptx::cp_async_wait_group<1>();
                 __syncthreads();  // Q has landed for all
 #pragma unroll
-                for (int step = 0; step < kQkSteps; ++step) load_q(q_resident[step], qk_lane, warp_offset, step);
+                for (int step = 0; step < kQkSteps; ++step) {
+                    load_q(q_resident[step], q_row_address(q_smem, thread), step);
+                }
             }
         }
 
-        int stage = 0;
+        __syncthreads();  // the plan is there; its barrier lies under the first copies
+
         const auto step = [&]<bool kMasked>() {
+            const int stage = (plan.blocks.end - 1 - block) % kStages;
+            const int step_thread = ptx::tid_x();  // read anew: addresses made of it are cheaper to make than to keep
             ptx::cp_async_wait_group<0>();
             __syncthreads();  // K[j] (and Q; kStages 2: V[j]) is there; no warp still reads what is filled next
             if constexpr (kStages == 1) {
-                copy_v(0, plan.mask.seqlen_k - block * kBlockN - VLoader::row(thread));
+                copy_v(plan.values, step_thread, block, 0,
+                       plan.mask.seqlen_k - block * kBlockN - VLoader::row(step_thread));
             } else if (block > plan.blocks.begin) {
-                copy_k(stage ^ 1, kBlockN);  // only the last block can end before its last key
-                copy_v(stage ^ 1, kBlockN);
+                // Only the last block, which is behind us, can end before its last key.
+                copy_k(plan.keys, step_thread, block - 1, stage ^ 1, kBlockN);
+                copy_v(plan.values, step_thread, block - 1, stage ^ 1, kBlockN);
             }
             ptx::cp_async_commit_group();
 
+            float2* parked = reinterpret_cast<float2*>(smem + kSumsOffset) + step_thread * kMTiles;
+            if constexpr (kTile.park_sums) {
+#pragma unroll
+                for (int m = 0; m < kMTiles; ++m) parked[m] = {softmax.row_sum[m][0], softmax.row_sum[m][1]};
+            }
             SFragment s_frag;
-            multiply_qk(s_frag, q_resident, qk_lane, warp_offset, kKOffset + stage * kKBytes);
+            multiply_qk(s_frag, q_resident, q_row_address(q_smem, step_thread),
+                        q_smem + kKOffset + stage * kKBytes + KTile::column_block_offset(0, step_thread % 32));
 
+            if constexpr (kTile.park_sums) {
+#pragma unroll
+                for (int m = 0; m < kMTiles; ++m) {
+                    softmax.row_sum[m][0] = parked[m].x;
+                    softmax.row_sum[m][1] = parked[m].y;
+                }
+            }
             if constexpr (kStages == 1) {
                 ptx::cp_async_wait_group<0>();
-                __syncthreads();                                    // V[j] is there; all warps are done with K[j]
-                if (block > plan.blocks.begin) copy_k(0, kBlockN);  // only the last block can end before its last key
+                __syncthreads();  // V[j] is there; all warps are done with K[j]
+                if (block > plan.blocks.begin) copy_k(plan.keys, step_thread, block - 1, 0, kBlockN);
                 ptx::cp_async_commit_group();
             }
             const int first_key = block * kBlockN;
-            const Place place{plan.row_begin + warp * kWarpRows + lane / 4, lane % 4 * 2};
+            const Place place{plan.row_begin + step_thread / 32 * kWarpRows + step_thread % 32 / 4,
+                              step_thread % 4 * 2};
             if constexpr (kRich) transform_scores(s_frag, arguments, slope_log2, place, plan.mask.shift, first_key);
             if constexpr (kMasked) mask_scores(s_frag, plan.mask, place, first_key);
+            const float scale_log2 = kRich ? 1.f : arguments.scale_log2;
             float rescale[kMTiles][2];
-            softmax.template update<kMasked>(s_frag, kRich ? 1.f : arguments.scale_log2, rescale);
+            if (softmax.template update<kMasked>(s_frag, scale_log2, rescale)) {
 #pragma unroll
-            for (int i = 0; i < kMTiles * kOTiles * 4; ++i) {
-                o_frag[i / 4 / kOTiles][i / 4 % kOTiles][i % 4] *= rescale[i / 4 / kOTiles][i % 4 / 2];
+                for (int i = 0; i < kMTiles * kOTiles * 4; ++i) {
+                    o_frag[i / 4 / kOTiles][i / 4 % kOTiles][i % 4] *= rescale[i / 4 / kOTiles][i % 4 / 2];
+                }
             }
             if constexpr (kRich) {
                 if (drops) {
                     drop_scores(s_frag, philox, params.dropout_threshold, place, first_key, plan.batch, plan.head);
                 }
             }
-            multiply_pv(o_frag, s_frag, v_lane, kVOffset + stage * kVBytes);
-            if constexpr (kStages > 1) stage ^= 1;
+            multiply_pv(o_frag, s_frag, q_smem + kVOffset + stage * kVBytes + VTile::block_offset(0, step_thread % 32));
         };
 
-        // Two rounds of one pair of loops, not three loops: the masked step is instantiated once.
-        int masked_end = plan.blocks.full_end;
+        // One pair of loops, walked twice where a window cuts blocks on the left: the masked step is instantiated once.
+        // Bounds are read from shared memory each time; as values carried around the loops they would be spilled.
+        while (block >= plan.blocks.begin) {
 #pragma unroll 1
-        for (int round = 0; round < 2; ++round) {
+            while (block >= plan.blocks.full_end || (block < plan.blocks.full_begin && block >= plan.blocks.begin)) {
+                step.template operator()<true>();
+                --block;
+            }
 #pragma unroll 1
-            for (; block >= masked_end; --block) step.template operator()<true>();
-#pragma unroll 1
-            for (; block >= plan.blocks.full_begin; --block) step.template operator()<false>();
-            masked_end = plan.blocks.begin;
+            while (block >= plan.blocks.full_begin) {
+                step.template operator()<false>();
+                --block;
+            }
         }
 
-        write_rows(o_frag, softmax, arguments, plan, smem, threadIdx.x);
+        write_rows(o_frag, softmax, arguments, plan, smem, ptx::tid_x());
     }
 
     static int64_t workspace(const void*, const LaunchContext*) { return 0; }
@@ -487,6 +511,8 @@ struct Forward {
         const int64_t key_bytes = static_cast<int64_t>(params.seqlen_k) * (params.head_dim + params.head_dim_v) * 2 *
                                   params.heads_k / params.heads_q;
         arguments.order = make_tile_order(heads, tiles, arguments.bounds.right == 0, key_bytes);
+        arguments.heads = make_fast_divisor(params.heads_q);
+        arguments.group = make_fast_divisor(params.heads_q / params.heads_k);
         arguments.q_pass_stride = params.q.stride_row * 2 * QLoader::kRowsPerPass;
         arguments.k_pass_stride = params.k.stride_row * 2 * KLoader::kRowsPerPass;
         arguments.v_pass_stride = params.v.stride_row * 2 * VLoader::kRowsPerPass;

@@ -5,12 +5,12 @@
 
 namespace flash_ext::ptx {
 
-// PTX ISA 10.1 (%tid). threadIdx.x, read anew at each call: what is derived from threadIdx.x itself the compiler
-// computes once and keeps in registers, which a loop short of registers cannot afford.
-__device__ __forceinline__ uint32_t tid_x() {
-    uint32_t value;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(value));
-    return value;
+// PTX ISA 10.1 (%tid.x). Like threadIdx.x, but read anew at each use: what is computed from it is not kept in registers
+// across a loop.
+__device__ __forceinline__ int32_t tid_x() {
+    int32_t thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread;
 }
 
 }  // namespace flash_ext::ptx

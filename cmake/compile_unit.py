@@ -109,7 +109,8 @@ def keep_own_dependencies(depfile: Path, target: Path) -> None:
     text = depfile.read_text(encoding="utf-8").replace("\\\n", " ")
     _, _, names = text.partition(" : ")
     own = [os.path.abspath(name) for name in names.split() if not os.path.isabs(name)]
-    depfile.write_text(f"{target.resolve()}: {' '.join(own)}\n", encoding="utf-8")
+    escaped = [name.replace(" ", "\\ ") for name in [str(target.resolve()), *own]]
+    depfile.write_text(f"{escaped[0]}: {' '.join(escaped[1:])}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -107,7 +108,7 @@ def keep_own_dependencies(depfile: Path, target: Path) -> None:
     build unpacks them anew each time.
     """
     text = depfile.read_text(encoding="utf-8").replace("\\\n", " ")
-    _, _, names = text.partition(" : ")
+    names = re.split(r"\s*:\s", text, maxsplit=1)[1]  # nvcc writes "target : names", ccache "target: names"
     own = [os.path.abspath(name) for name in names.split() if not os.path.isabs(name)]
     escaped = [name.replace(" ", "\\ ") for name in [str(target.resolve()), *own]]
     depfile.write_text(f"{escaped[0]}: {' '.join(escaped[1:])}\n", encoding="utf-8")

@@ -96,7 +96,9 @@ def test_a_hit_of_the_compiler_cache_makes_the_same_ptx(tmp_path: Path) -> None:
     results = []
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-        result, folder = compile_source(tmp_path / name, SPILLING, ccache=shutil.which("ccache") or "")
+        (tmp_path / name / "part.h").touch()
+        text = '#include "part.h"\n' + SPILLING
+        result, folder = compile_source(tmp_path / name, text, ccache=shutil.which("ccache") or "")
         assert result.returncode == 0, result.stdout + result.stderr
         results.append((json.loads((folder / "report.json").read_text()), folder))
     (first, fresh), (second, hit) = results
@@ -104,12 +106,17 @@ def test_a_hit_of_the_compiler_cache_makes_the_same_ptx(tmp_path: Path) -> None:
     assert first["kernels"] == second["kernels"]
     assert (fresh / "unit.o").read_bytes() == (hit / "unit.o").read_bytes()
     assert (fresh / "unit.ptx").read_bytes() == (hit / "unit.ptx").read_bytes()
+    for name, folder in (("one", fresh), ("two", hit)):
+        assert str(tmp_path / name / "part.h") in (folder / "unit.d").read_text().split()
 
 
-def test_dependencies_are_the_projects_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("colon", [" :", ":"], ids=["nvcc", "ccache"])
+def test_dependencies_are_the_projects_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, colon: str) -> None:
     monkeypatch.chdir(tmp_path)
     depfile = tmp_path / "unit.d"
-    depfile.write_text("build/unit.o : csrc/unit.cu \\\n    /usr/local/cuda/include/cuda.h \\\n    csrc/params.h\n")
+    depfile.write_text(
+        f"build/unit.o{colon} csrc/unit.cu \\\n    /usr/local/cuda/include/cuda.h \\\n    csrc/params.h\n"
+    )
     compile_unit.keep_own_dependencies(depfile, Path("build/unit.o"))
     assert depfile.read_text() == f"{tmp_path}/build/unit.o: {tmp_path}/csrc/unit.cu {tmp_path}/csrc/params.h\n"
 

@@ -321,8 +321,8 @@ def progress_line(line: str) -> str | None:
         return None
     if building := re.fullmatch(r"Building CXX object CMakeFiles/(\w+)\.dir/(.+)\.o", step):
         step = f"{building[1]}: {Path(building[2]).name}"
-    elif linking := re.fullmatch(r"Linking CXX shared \w+ (.+)", step):
-        step = f"link {Path(linking[1].strip('"')).name}"
+    elif linking := re.fullmatch(r'Linking CXX shared \w+ "?(.+?)"?', step):
+        step = f"link {Path(linking[1]).name}"
     elif seconds := unit_seconds(step):
         step = f"{step}  {seconds}"
     return f"[{done.rjust(len(total))}/{total}] {step}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -74,6 +75,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def _selected(config: pytest.Config) -> list[str]:
     """The paths this run asks for, the one of this process first."""
     names = [name.strip() for entry in config.option.path for name in entry.split(",") if name.strip()]
+    names = names or list(filter(None, map(_path_of_node_id, config.invocation_params.args)))
     if not names:
         return [INDEPENDENT, *paths.available()]
     for name in names:
@@ -85,13 +87,24 @@ def _selected(config: pytest.Config) -> list[str]:
     return list(dict.fromkeys(names))
 
 
+def _path_of_node_id(argument: object) -> str | None:
+    """``cpu`` of ``tests/test_contract_scores.py::test_softcap[cpu-...]``."""
+    names = "|".join(sorted(NAMES, key=len, reverse=True))
+    match = re.search(rf"::\w+\[({names})[-\]]", str(argument))
+    return match.group(1) if match else None
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_cmdline_main(config: pytest.Config) -> Generator[None, Any, Any]:
     """Settle what this process runs before flash_ext is imported; run the other paths after it."""
     option = config.option
+    given = getattr(config, "workerinput", None)
+    if given is not None:  # a process of pytest-xdist, which has the environment of its controller
+        option.path_here, option.seed = given["flash_ext_path"], given["flash_ext_seed"]
+        return (yield)
     if option.seed is None:
         option.seed = random.SystemRandom().randrange(2**32)
-    if option.path_here is not None or hasattr(config, "workerinput"):
+    if option.path_here is not None:
         return (yield)
     if option.collectonly or option.help or option.version:
         option.path_here = _selected(config)[0]
@@ -183,6 +196,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         for key, reports in reporter.stats.items()
         if stats.get(key, key) in _OUTCOMES
     }
+    counts["deselected"] = max(counts.get("deselected", 0), sum((session.config.stash.get(_REASONS, None) or {}).values()))
     FilePath(file).write_text(json.dumps(counts))
 
 
@@ -232,8 +246,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         needs_path = "path" in getattr(item, "fixturenames", ())
         if needs_path != (path is not None):
-            dropped.append(item)
-            continue
+            continue  # another process runs it
         reason = _unselected_reason(item, path, wants_large) if path else None
         if reason is None:
             kept.append(item)
@@ -244,7 +257,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(_TIME_LIMIT[path.kind if path else INDEPENDENT]))
     if dropped:
         config.hook.pytest_deselected(items=dropped)
-        items[:] = kept
+    items[:] = kept
     config.stash[_REASONS] = reasons
 
 
@@ -286,6 +299,12 @@ def _reason_lines(config: pytest.Config) -> list[str]:
 
 def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
     return _reason_lines(config)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["flash_ext_path"] = node.config.option.path_here
+    node.workerinput["flash_ext_seed"] = node.config.option.seed
 
 
 @pytest.hookimpl(optionalhook=True)

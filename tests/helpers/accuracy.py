@@ -59,6 +59,7 @@ def _where(bad: Tensor) -> str:
 
 def _assert_same_specials(name: str, got: Tensor, oracle: Tensor) -> None:
     """NaN exactly where the oracle has NaN, and the same infinities."""
+    __tracebackhide__ = True
     bad = (got.isnan() != oracle.isnan()) | ((got != oracle) & (got.isinf() | oracle.isinf()) & ~oracle.isnan())
     if bad.any():
         first = tuple(bad.nonzero()[0].tolist())
@@ -95,6 +96,7 @@ def assert_accurate(
         (..., 1) or broadcastable, the magnitude at which the ulp is taken where the row's own largest element is no
         measure of the terms it was summed from; default: the largest magnitude of each row of ``oracle``.
     """
+    __tracebackhide__ = True
     if got.shape != oracle.shape or baseline.shape != oracle.shape:
         raise AssertionError(
             f"{name}: shape {tuple(got.shape)}, expected {tuple(oracle.shape)} (baseline {tuple(baseline.shape)})"
@@ -136,6 +138,7 @@ def assert_accurate(
 
 def assert_lse(got: Tensor, oracle: Tensor) -> None:
     """Raise AssertionError unless ``got`` is fp32 and within 2e-5 * max(1, \\|lse\\|) of the oracle, -inf exactly."""
+    __tracebackhide__ = True
     if got.dtype != torch.float32 or got.shape != oracle.shape:
         raise AssertionError(f"lse: {got.dtype} {tuple(got.shape)}, expected torch.float32 {tuple(oracle.shape)}")
     if got.numel() == 0:
@@ -156,6 +159,7 @@ def assert_lse(got: Tensor, oracle: Tensor) -> None:
 
 def assert_same_bits(name: str, got: Tensor, expected: Tensor) -> None:
     """Raise AssertionError unless both tensors hold the same bits (NaN payloads and the sign of zero included)."""
+    __tracebackhide__ = True
     if got.dtype != expected.dtype or got.shape != expected.shape:
         raise AssertionError(
             f"{name}: {got.dtype} {tuple(got.shape)}, expected {expected.dtype} {tuple(expected.shape)}"

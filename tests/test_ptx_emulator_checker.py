@@ -89,6 +89,16 @@ def test_hand_over_between_ctas(kernels, schedule, correct):
     assert "hazard: race on global address" in str(error)
 
 
+def test_unwritten_shared_memory(kernels, schedule):
+    """Reading shared memory that nothing wrote is reported, even where its value does not matter."""
+    out = np.zeros(64, np.int32)
+    kernels.launch("unwritten_shared", 1, 64, out, 1, shared=256)
+    assert not out.any()
+    error = error_of(kernels, "unwritten_shared", 1, 64, out, 0, shared=256)
+    assert error.code == LAUNCH_FAILURE
+    assert "nothing has written it" in str(error)
+
+
 def test_checker_can_be_switched_off(kernels):
     """FLASH_EXT_EMULATOR_CHECK=0 leaves the results."""
     from tests.ptx_emulator.harness import emulator_options

@@ -68,6 +68,14 @@ __global__ void hand_over(int* data, int* flag, int* out, int correct) {
     }
 }
 
+// Shared memory that nothing has written is read. correct: it is written first.
+__global__ void unwritten_shared(int* out, int correct) {
+    extern __shared__ int buffer[];
+    if (correct) buffer[threadIdx.x] = 0;
+    __syncthreads();
+    out[threadIdx.x] = buffer[(threadIdx.x + 1) % blockDim.x];
+}
+
 // ---- faults
 __global__ void out_of_shared(int* out, int index) {
     __shared__ int values[32];

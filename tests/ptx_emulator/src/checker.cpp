@@ -153,6 +153,11 @@ void Checker::access(Granule& granule, Actor& actor, uint16_t bytes, const char*
     AccessRecord& record = actor.record;
     record.bytes = bytes;
     bool merged = false;
+    if (owner && record.kind == AccessKind::kRead) {
+        uint16_t written = 0;
+        for (const AccessRecord& earlier : records) written |= earlier.kind != AccessKind::kRead ? earlier.bytes : 0;
+        if (bytes & ~written) unwritten(actor, space, address, *owner);
+    }
     for (size_t i = 0; i < records.size();) {
         AccessRecord& earlier = records[i];
         if (!(earlier.bytes & bytes)) {
@@ -323,6 +328,12 @@ std::string Checker::describe(const AccessRecord& record) const {
     return format("%s by cluster %u CTA rank %u warp %u%s%s at %s", kinds[static_cast<int>(record.kind)],
                   record.cluster, record.warp / kWarpSize, record.warp % kWarpSize, lane.c_str(),
                   record.async_proxy ? " (async proxy)" : "", machine_.program.where(record.pc).c_str());
+}
+
+void Checker::unwritten(const Actor& actor, const char* space, uint64_t address, const Cta& owner) {
+    if (reports_.size() >= kMaxReports || !reported_.emplace(actor.record.pc, actor.record.pc, "unwritten").second) return;
+    report(format("hazard: %s address 0x%llx of CTA rank %u is read, but nothing has written it\n  %s", space,
+                  static_cast<unsigned long long>(address), owner.rank, describe(actor.record).c_str()));
 }
 
 void Checker::race(const Actor& actor, const AccessRecord& earlier, const char* space, uint64_t address,

@@ -97,6 +97,7 @@ class Checker {
     bool ordered(const Actor& actor, const AccessRecord& earlier, const char** missing) const;
     void race(const Actor& actor, const AccessRecord& earlier, const char* space, uint64_t address, const char* missing,
               Cta* owner);
+    void unwritten(const Actor& actor, const char* space, uint64_t address, const Cta& owner);
     std::string describe(const AccessRecord& record) const;
     void advance(Warp& warp);
 

@@ -1,5 +1,6 @@
 // Errors of the stand-in: codes, names and the latest report.
 #include <cstdio>
+#include <cstdlib>
 #include <mutex>
 
 #include "runtime.h"
@@ -73,7 +74,8 @@ cudaError_t set_last_error(cudaError_t error) {
 cudaError_t fail(const EmulationError& error) {
     report_code = error_code(error.fault());
     report_text = error.what();
-    std::fprintf(stderr, "PTX emulator: %s\n", report_text.c_str());
+    const char* quiet = std::getenv("FLASH_EXT_EMULATOR_QUIET");
+    if (!quiet || !*quiet) std::fprintf(stderr, "PTX emulator: %s\n", report_text.c_str());
     return set_last_error(report_code);
 }
 

@@ -1,0 +1,302 @@
+"""Removes one synchronisation instruction of a kernel at a time and sees whether anything notices.
+
+``python -m tests.ptx_emulator.mutate --path sm80`` runs every kernel of the emulated library on a few small cases that
+execute all of its barriers, waits, commits and fences; then, for each of them, the same cases without it. Noticed means:
+the happens-before checker reports a hazard, the launch deadlocks or breaks another rule, or a result changes. What
+nobody notices must be listed in ``redundant_synchronization.toml`` with the reason; the run fails on an unlisted one, on
+a listed one that is noticed after all, and on an instruction that no case executes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import sys
+import tomllib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+REDUNDANT_FILE = Path(__file__).parent / "redundant_synchronization.toml"
+_DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One synchronisation instruction of a kernel.
+
+    Attributes
+    ----------
+    number : int
+        Its place among the kernel's synchronisation instructions.
+    executed : bool
+        Whether some case has executed it.
+    line : int
+        Line of the PTX file.
+    source : str
+        ``file:line`` in a build with line information, else empty.
+    text : str
+        The instruction.
+    ordinal : int
+        Its place among the kernel's instructions with the same opcode: with the opcode, how it is listed.
+    """
+
+    number: int
+    executed: bool
+    line: int
+    source: str
+    text: str
+    ordinal: int
+
+    @property
+    def opcode(self) -> str:
+        """The instruction's opcode, without a guard."""
+        words = self.text.split()
+        return words[1] if words[0].startswith("@") else words[0]
+
+    def __str__(self) -> str:
+        where = f"{self.source} " if self.source else ""
+        return f"#{self.number} {where}PTX:{self.line} {self.text} [{self.opcode} {self.ordinal}]"
+
+
+@dataclass
+class Outcome:
+    """What happened without one instruction: ``reason`` is empty if nobody noticed."""
+
+    instruction: Instruction
+    reason: str
+
+
+@dataclass
+class Report:
+    """The outcomes for one kernel, by the name that ``flash_ext.kernels()`` gives it."""
+
+    kernel: str
+    symbol: str
+    outcomes: list[Outcome] = field(default_factory=list)
+    not_executed: list[Instruction] = field(default_factory=list)
+
+    @property
+    def unnoticed(self) -> list[Instruction]:
+        """Instructions whose removal nobody noticed."""
+        return [outcome.instruction for outcome in self.outcomes if not outcome.reason]
+
+
+class EmulatedLibrary:
+    """What an emulated library tells about its kernels (``src/runtime_inspection.cpp``)."""
+
+    def __init__(self, path: Path) -> None:
+        self._library = ctypes.CDLL(str(path))
+        for function in ("launched", "synchronization"):
+            getattr(self._library, f"flash_ext_emulator_{function}").restype = ctypes.c_uint64
+
+    def _text(self, function: str, *arguments: bytes) -> str | None:
+        size = 1 << 16
+        while True:
+            buffer = ctypes.create_string_buffer(size)
+            needed = getattr(self._library, f"flash_ext_emulator_{function}")(
+                *arguments, buffer, ctypes.c_uint64(size)
+            )
+            if needed <= size:
+                return buffer.value.decode() if needed else None
+            size = int(needed)
+
+    def launched(self) -> list[str]:
+        """Mangled names of the kernels launched since the last call."""
+        return list(dict.fromkeys((self._text("launched") or "").split()))
+
+    def synchronization(self, symbol: str) -> list[Instruction]:
+        """The synchronisation instructions of a kernel. Raises ValueError if it does not load."""
+        text = self._text("synchronization", symbol.encode())
+        if text is None:
+            raise ValueError(f"the emulator does not load {symbol}")
+        instructions: list[Instruction] = []
+        seen: dict[str, int] = {}
+        for line in text.splitlines():
+            number, executed, ptx_line, source, body = line.split("\t")
+            entry = Instruction(int(number), executed == "1", int(ptx_line), source, body, 0)
+            ordinal = seen[entry.opcode] = seen.get(entry.opcode, -1) + 1
+            instructions.append(Instruction(entry.number, entry.executed, entry.line, source, body, ordinal))
+        return instructions
+
+
+@contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    saved = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in saved.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _calls(kernel: dict[str, Any]) -> list[dict[str, Any]]:
+    """Small calls that reach a kernel and together take each of its loops: full, causal, windowed, with more than two
+    key blocks, and what only its variant can do."""
+    rows, keys = kernel["block_m"] + 5, 3 * kernel["block_n"] + 9
+    calls: list[dict[str, Any]] = [
+        {"rows": rows, "keys": keys},
+        {"rows": rows, "keys": keys, "causal": True},
+        {"rows": 2 * rows, "keys": 2 * keys, "window_size": (kernel["block_n"] + 3, 5)},
+    ]
+    if "softcap" in kernel["features"]:
+        for call in calls:
+            call["softcap"] = 20.0
+    return calls
+
+
+def _run(kernel: dict[str, Any], call: dict[str, Any]) -> list[Tensor]:
+    """The results of one call: out and lse, or the gradients."""
+    import torch
+
+    import flash_ext
+
+    options = dict(call)
+    rows, keys = options.pop("rows"), options.pop("keys")
+    generator = torch.Generator().manual_seed(rows * 1000 + keys)
+    dtype = getattr(torch, _DTYPES[kernel["dtype"]])
+
+    def random(length: int, heads: int, head_dim: int) -> Tensor:
+        return torch.randn(1, length, heads, head_dim, generator=generator).to(dtype)
+
+    q = random(rows, 2, kernel["head_dim"])
+    k, v = random(keys, 1, kernel["head_dim"]), random(keys, 1, kernel["head_dim_v"])
+    if kernel["direction"] == "forward":
+        return list(flash_ext.flash_attn_func(q, k, v, return_lse=True, **options))
+    for tensor in (q, k, v):
+        tensor.requires_grad_()
+    out = flash_ext.flash_attn_func(q, k, v, **options)
+    out.backward(random(rows, 2, kernel["head_dim_v"]))
+    return [tensor.grad for tensor in (q, k, v) if tensor.grad is not None]
+
+
+def _reason(kernel: dict[str, Any], calls: Sequence[dict[str, Any]], expected: Sequence[list[Tensor]]) -> str:
+    """Why a changed kernel is noticed, or an empty string."""
+    import torch
+
+    for call, results in zip(calls, expected, strict=True):
+        try:
+            actual = _run(kernel, call)
+        except RuntimeError as error:
+            text = str(error)
+            for word in ("hazard", "deadlock", "no progress"):
+                if word in text:
+                    return word
+            return text.split("PTX emulator: ")[-1].split("\n", 1)[0][:100]
+        if any(not torch.equal(a, b) for a, b in zip(actual, results, strict=True)):
+            return "wrong result"
+    return ""
+
+
+def mutate(
+    library: EmulatedLibrary, kernel: dict[str, Any], numbers: Sequence[int] | None = None, own_kernels_only: bool = True
+) -> list[Report]:
+    """Run the mutations of the kernels that the calls of one row of the registry launch.
+
+    Parameters
+    ----------
+    library : EmulatedLibrary
+        The library that flash_ext runs on in this process.
+    kernel : dict
+        A row of ``flash_ext.kernels()``.
+    numbers : sequence of int, optional
+        Which of the synchronisation instructions to remove; default: all.
+    own_kernels_only : bool
+        Leave out kernels without synchronisation.
+
+    Returns
+    -------
+    list of Report
+        One per kernel launched.
+    """
+    calls = _calls(kernel)
+    library.launched()
+    expected = [_run(kernel, call) for call in calls]
+    reports = []
+    for symbol in library.launched():
+        instructions = library.synchronization(symbol)
+        if not instructions and own_kernels_only:
+            continue
+        report = Report(kernel["name"], symbol)
+        report.not_executed = [instruction for instruction in instructions if not instruction.executed]
+        for instruction in instructions:
+            if (numbers is not None and instruction.number not in numbers) or not instruction.executed:
+                continue
+            with _environment(
+                FLASH_EXT_EMULATOR_REMOVE=str(instruction.number),
+                FLASH_EXT_EMULATOR_REMOVE_KERNEL=symbol,
+                FLASH_EXT_EMULATOR_QUIET="1",
+            ):
+                report.outcomes.append(Outcome(instruction, _reason(kernel, calls, expected)))
+        reports.append(report)
+    return reports
+
+
+def listed_redundancies(kernel: str) -> dict[tuple[str, int], str]:
+    """(opcode, ordinal) to the reason why its removal may go unnoticed, for one kernel."""
+    table = tomllib.loads(REDUNDANT_FILE.read_text(encoding="utf-8"))
+    listed = {}
+    for row in table.get("redundant", []):
+        if kernel in row["kernels"] or any(name.endswith("*") and kernel.startswith(name[:-1]) for name in row["kernels"]):
+            listed[row["opcode"], row["ordinal"]] = row["reason"]
+    return listed
+
+
+def problems(report: Report) -> list[str]:
+    """What makes a run fail: unlisted survivors, listed ones that are noticed, instructions that nothing executed."""
+    listed = listed_redundancies(report.kernel)
+    found = []
+    for outcome in report.outcomes:
+        entry = (outcome.instruction.opcode, outcome.instruction.ordinal)
+        if not outcome.reason and entry not in listed:
+            found.append(f"{report.kernel}: nothing notices the removal of {outcome.instruction}")
+        if outcome.reason and entry in listed:
+            found.append(f"{report.kernel}: listed as redundant, but noticed ({outcome.reason}): {outcome.instruction}")
+    found += [f"{report.kernel}: no case executes {instruction}" for instruction in report.not_executed]
+    return found
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m tests.ptx_emulator.mutate", description=__doc__)
+    parser.add_argument("--path", required=True, choices=("sm80", "sm90", "sm100"))
+    parser.add_argument("--library-dir", type=Path, help="default: build/emulator/<path>")
+    parser.add_argument("--kernel", action="append", help="names as in flash_ext.kernels(); default: all")
+    parser.add_argument("--schedule", default="lazy", choices=("eager", "lazy", "random", "pct"))
+    arguments = parser.parse_args()
+    folder = arguments.library_dir or Path(__file__).parents[2] / "build" / "emulator" / arguments.path
+    os.environ.update(
+        FLASH_EXT_LIBRARY_DIR=str(folder),
+        FLASH_EXT_EMULATE=arguments.path,
+        FLASH_EXT_EMULATOR_SCHEDULE=arguments.schedule,
+    )
+    import flash_ext
+
+    library = EmulatedLibrary(folder / f"libflash_ext_{arguments.path}.so")
+    failures: list[str] = []
+    for kernel in flash_ext.kernels():
+        if kernel["path"] != arguments.path or (arguments.kernel and kernel["name"] not in arguments.kernel):
+            continue
+        for report in mutate(library, kernel):
+            noticed = sum(bool(outcome.reason) for outcome in report.outcomes)
+            print(f"{report.kernel}: {noticed} of {len(report.outcomes)} removals noticed", flush=True)
+            for outcome in report.outcomes:
+                print(f"    {outcome.reason or 'NOT NOTICED':14} {outcome.instruction}", flush=True)
+            failures += problems(report)
+    for line in failures:
+        print(f"FAIL {line}")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+// What happens to a block of scores between the two products, in the accumulator layout of softmax.cuh.
+#pragma once
+
+#include <stdint.h>
+
+#include "core/mask.cuh"
+#include "core/numeric.cuh"
+#include "core/philox.cuh"
+
+namespace flash_ext::sm90 {
+
+// A thread's place in its warpgroup's block of scores.
+struct Place {
+    int row;     // of half 0, from the start of the sequence; half 1 is 8 rows on
+    int column;  // of element 0, within the block
+};
+
+// Of a row's elements, in the order of their columns, how many lie left of `limit` (from the thread's first column).
+__device__ __forceinline__ int elements_before(int limit) {
+    return limit <= 0 ? 0 : limit / 8 * 2 + min(limit % 8, 2);
+}
+
+// Bits [0, count), all for count >= 32.
+__device__ __forceinline__ uint32_t low_bits(int count) {
+    return count >= 32 ? ~0u : count <= 0 ? 0u : (1u << count) - 1;
+}
+
+// -inf where a row does not see a key. A word holds the visibility of 32 elements (128 keys), so that an element costs
+// one predicated move, whatever the bounds.
+template <int kCount>
+__device__ __forceinline__ void mask_scores(float (&s_frag)[kCount], const Mask& mask, Place place, int first_key) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const KeyRange keys = mask.visible(place.row + half * 8);
+        const int begin = elements_before(keys.begin - first_key - place.column);
+        const int end = elements_before(keys.end - first_key - place.column);
+#pragma unroll
+        for (int word = 0; word < (kCount / 2 + 31) / 32; ++word) {
+            const uint32_t visible = low_bits(end - 32 * word) & ~low_bits(begin - 32 * word);
+#pragma unroll
+            for (int bit = 0; bit < 32 && 32 * word + bit < kCount / 2; ++bit) {
+                const int element = 32 * word + bit;
+                if ((visible >> bit & 1) == 0) s_frag[element / 2 * 4 + 2 * half + element % 2] = minus_infinity();
+            }
+        }
+    }
+}
+
+// tanh by one exponential; by its series where that would cancel. Relative error about 3e-7.
+__device__ __forceinline__ float tanh_ex2(float x) {
+    const float square = x * x;
+    float series = fmaf(square, 62.f / 2835.f, -17.f / 315.f);
+    series = fmaf(square, series, 2.f / 15.f);
+    series = fmaf(square, series, -1.f / 3.f);
+    series = fmaf(square * x, series, x);
+    const float far = 1.f - __fdividef(2.f, ptx::ex2_approx_ftz(fminf(x * (2.f * kLog2E), 126.f)) + 1.f);
+    return fabsf(x) < 0.3f ? series : far;
+}
+
+// Raw products to scores in base 2: scale, softcap, bias.
+template <int kCount>
+__device__ __forceinline__ void transform_scores(float (&s_frag)[kCount], float scale_log2, float inner_scale,
+                                                 float softcap_log2, float slope_log2, Place place, int shift,
+                                                 int first_key) {
+    if (softcap_log2 > 0.f) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) s_frag[i] = softcap_log2 * tanh_ex2(s_frag[i] * inner_scale);
+    } else {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) s_frag[i] *= scale_log2;
+    }
+    if (slope_log2 != 0.f) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float distance = static_cast<float>(place.row + half * 8 + shift - (first_key + place.column));
+#pragma unroll
+            for (int i = 0; i < kCount / 4; ++i) {
+#pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    s_frag[4 * i + 2 * half + c] -= slope_log2 * fabsf(distance - static_cast<float>(i * 8 + c));
+                }
+            }
+        }
+    }
+}
+
+// 0 where dropout drops a probability. first_key is a multiple of 16.
+template <int kCount>
+__device__ __forceinline__ void drop_scores(float (&p_frag)[kCount], PhiloxKey key, uint32_t threshold, Place place,
+                                            int first_key, int batch, int head) {
+    constexpr bool kWhole = kCount % 16 == 0;  // blocks of 32 keys: one call serves 8 elements of a row
+    constexpr int kElements = kWhole ? 8 : 4;  // else two calls' halves meet in a block
+    constexpr int kKeys = 4 * kElements;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int group = 0; group < kCount / 2 / kElements; ++group) {
+            const int group_key = first_key + group * kKeys;
+            uint4 words = philox4x32_7(key, group_key / 32 * 4 + place.column / 2, place.row + half * 8, batch, head);
+            if (!kWhole && group_key % 32 != 0) words = {words.z, words.w, words.z, words.w};
+#pragma unroll
+            for (int element = 0; element < kElements; ++element) {
+                if (!dropout_keeps(words, element, threshold)) {
+                    p_frag[(group * kElements + element) / 2 * 4 + 2 * half + element % 2] = 0.f;
+                }
+            }
+        }
+    }
+}
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,101 @@
+// Warpgroup matrix products of the sm90 kernels: the instruction for a type and an N, and the descriptors of tiles that
+// TMA has written with the 128-byte swizzle.
+//
+// A tile of R rows and D columns is stored as D / 64 panels of 64 columns; a panel is R rows of 128 bytes, 1024-byte
+// aligned, the 16-byte chunks of a row permuted by its number modulo 8.
+#pragma once
+
+#include <stdint.h>
+
+#include <cute/arch/mma_sm90_desc.hpp>
+#include <cute/arch/mma_sm90_gmma.hpp>
+#include <utility>
+
+#include "params.h"
+#include "ptx/wgmma.cuh"
+
+namespace flash_ext::sm90 {
+
+constexpr int kPanelColumns = 64;
+constexpr int kPanelRowBytes = 128;
+constexpr int kSwizzleRows = 8;  // the swizzle repeats after so many rows
+
+// cute's instruction for D of 64 x kN: Ss has both operands in shared memory, both K-major; Rs has A in registers and B
+// MN-major. None where cute's base header has no such N.
+template <DataType kType, int kN>
+struct CuteWgmma {
+    static constexpr bool kExists = false;
+};
+#define FLASH_EXT_CUTE_WGMMA(n, data_type, name)                                                                    \
+    template <>                                                                                                     \
+    struct CuteWgmma<DataType::data_type, n> {                                                                      \
+        static constexpr bool kExists = true;                                                                       \
+        using Ss =                                                                                                  \
+            cute::SM90::GMMA::MMA_64x##n##x16_##name##_SS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;  \
+        using Rs =                                                                                                  \
+            cute::SM90::GMMA::MMA_64x##n##x16_##name##_RS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::MN>; \
+    };
+#define FLASH_EXT_CUTE_WGMMA_TYPES(n)            \
+    FLASH_EXT_CUTE_WGMMA(n, kFloat16, F32F16F16) \
+    FLASH_EXT_CUTE_WGMMA(n, kBFloat16, F32BF16BF16)
+FLASH_EXT_CUTE_WGMMA_TYPES(64)
+FLASH_EXT_CUTE_WGMMA_TYPES(96)
+FLASH_EXT_CUTE_WGMMA_TYPES(128)
+FLASH_EXT_CUTE_WGMMA_TYPES(192)
+FLASH_EXT_CUTE_WGMMA_TYPES(256)
+#undef FLASH_EXT_CUTE_WGMMA_TYPES
+#undef FLASH_EXT_CUTE_WGMMA
+
+// d (64 x kN) = a (64 x 16) b^T (kN x 16), or += with accumulate. Asynchronous.
+template <DataType kType, int kN>
+__device__ __forceinline__ void multiply_ss(float (&d)[kN / 2], uint64_t a, uint64_t b, bool accumulate) {
+    if constexpr (CuteWgmma<kType, kN>::kExists) {
+        const auto scale = accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero;
+        [&]<size_t... kIndex>(std::index_sequence<kIndex...>) {
+            CuteWgmma<kType, kN>::Ss::fma(a, b, d[kIndex]..., scale);
+        }(std::make_index_sequence<kN / 2>{});
+    } else {
+        ptx::wgmma_m64k16_ss<kType, kN>(d, a, b, accumulate);
+    }
+}
+
+// d (64 x kN) += a (64 x 16, packed pairs in registers) b (16 x kN, rows of kN values). Asynchronous.
+template <DataType kType, int kN>
+__device__ __forceinline__ void multiply_rs(float (&d)[kN / 2], const uint32_t* a, uint64_t b) {
+    static_assert(CuteWgmma<kType, kN>::kExists);
+    [&]<size_t... kIndex>(std::index_sequence<kIndex...>) {
+        CuteWgmma<kType, kN>::Rs::fma(a[0], a[1], a[2], a[3], b, d[kIndex]..., cute::SM90::GMMA::ScaleOut::One);
+    }(std::make_index_sequence<kN / 2>{});
+}
+
+// Keeps the compiler from moving uses of registers that a product in flight reads or writes over this point.
+template <class T, int kCount>
+__device__ __forceinline__ void fence_operand(T (&registers)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) cute::warpgroup_fence_operand(registers[i]);
+}
+
+// PTX ISA 9.7.15.5.1 (matrix descriptor). leading_bytes: from a panel to the next where the operand is MN-major; a
+// K-major one has no use for it, for its 16 columns never leave a panel.
+__device__ __forceinline__ uint64_t panel_descriptor(uint32_t address_smem, uint32_t leading_bytes) {
+    cute::GmmaDescriptor descriptor;
+    descriptor.bitfield.start_address_ = address_smem >> 4;
+    descriptor.bitfield.leading_byte_offset_ = leading_bytes >> 4;
+    descriptor.bitfield.stride_byte_offset_ = kSwizzleRows * kPanelRowBytes >> 4;
+    descriptor.bitfield.layout_type_ = 1;  // 128-byte swizzle
+    return descriptor.desc_;
+}
+
+// What to add to a K-major operand's descriptor for the `step`-th 16 columns; `rows` is the height of the tile's
+// panels.
+__device__ constexpr uint64_t column_step(int step, int rows) {
+    constexpr int kSteps = kPanelColumns / 16;
+    return static_cast<uint64_t>(step / kSteps * rows * kPanelRowBytes + step % kSteps * 32) >> 4;
+}
+
+// What to add to an MN-major operand's descriptor for the `step`-th 16 rows.
+__device__ constexpr uint64_t row_step(int step) {
+    return static_cast<uint64_t>(step * 16 * kPanelRowBytes) >> 4;
+}
+
+}  // namespace flash_ext::sm90

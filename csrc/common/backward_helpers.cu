@@ -2,6 +2,7 @@
 // time where rows are short. All are bound by memory: the first reads O and dO once, the second the fp32 dQ.
 #include "common/backward_helpers.h"
 
+#include "common/dq_scratch.cuh"
 #include "core/launch.cuh"
 #include "core/numeric.cuh"
 #include "core/sequence.cuh"
@@ -127,16 +128,18 @@ __global__ void __launch_bounds__(kThreads)
             const float lse = attention.lse[first_row + row];
             const bool is_empty = lse == minus_infinity();  // no key and no sink: the gradient of lse is ignored
             const float delta = is_empty ? 0.f : sum - (dlse == nullptr ? 0.f : dlse[row * params.dlse_stride_row]);
-            arguments.scratch.lse_log2[first_row + row] = is_empty ? -minus_infinity() : lse * kLog2E;
-            arguments.scratch.delta[first_row + row] = delta;
+            arguments.scratch.row_terms[first_row + row] = {is_empty ? -minus_infinity() : lse * kLog2E, delta};
             if (has_sink && !is_empty) dsink -= exp2f((sink - lse) * kLog2E) * delta;
         }
     }
-    // dq rows of this tile; those of slack too, they cost nothing more.
-    const int all_rows = min(tile.rows.sequence.length - tile.rows.begin, arguments.block_m);
-    float4* dq = reinterpret_cast<float4*>(arguments.scratch.dq + first_row * attention.head_dim);
-    const int64_t count = static_cast<int64_t>(max(all_rows, 0)) * (attention.head_dim / 4);
-    for (int64_t i = threadIdx.x; i < count; i += kThreads) dq[i] = float4{0.f, 0.f, 0.f, 0.f};
+    // dq of this tile's rows; of slack too, it costs nothing more.
+    const int all_rows = max(min(tile.rows.sequence.length - tile.rows.begin, arguments.block_m), 0);
+    const int chunks = attention.head_dim / 4;
+    for (int i = threadIdx.x; i < all_rows * chunks; i += kThreads) {
+        const int row = i % all_rows, chunk = i / all_rows;
+        *reinterpret_cast<float4*>(arguments.scratch.dq + dq_scratch_offset(first_row + row, attention.head_dim) +
+                                   chunk * kDqChunk) = float4{0.f, 0.f, 0.f, 0.f};
+    }
 
     if (has_sink) {
         dsink = cta_sum(dsink);
@@ -153,20 +156,21 @@ __global__ void __launch_bounds__(kThreads)
     if (!find_query_tile(arguments, tile)) return;
     const BackwardParams& params = arguments.params;
     const ForwardParams& attention = params.attention;
-    const int lanes = lanes_per_row(attention.head_dim), column = threadIdx.x % lanes * 8;
     const int rows = min(tile.rows.sequence.length - tile.rows.begin, arguments.block_m);
     const int rows_used = min(tile.rows.sequence.used - tile.rows.begin, arguments.block_m);
     const int first = tile.rows.sequence.start + tile.rows.begin;
-    const float* sum =
-        arguments.scratch.dq + (tile.sequence_head * attention.seqlen_q + first) * attention.head_dim + column;
-    char* dq = static_cast<char*>(params.dq.data) + (row_offset(params.dq, tile.batch, first, tile.head) + column) * 2;
-    if (column >= attention.head_dim) return;
-    for (int row = threadIdx.x / lanes; row < rows; row += kThreads / lanes) {
+    const int64_t first_row = tile.sequence_head * attention.seqlen_q + first;
+    char* dq = static_cast<char*>(params.dq.data) + row_offset(params.dq, tile.batch, first, tile.head) * 2;
+    // Consecutive threads take consecutive 16-byte parts of a row.
+    const int parts = attention.head_dim / 8;
+    for (int i = threadIdx.x; i < rows * parts; i += kThreads) {
+        const int row = i / parts, part = i % parts;
         uint4 packed{0u, 0u, 0u, 0u};
         if (row < rows_used) {
-            const float4 even = *reinterpret_cast<const float4*>(sum + static_cast<int64_t>(row) * attention.head_dim);
-            const float4 odd =
-                *reinterpret_cast<const float4*>(sum + static_cast<int64_t>(row) * attention.head_dim + 4);
+            const float* sum =
+                arguments.scratch.dq + dq_scratch_offset(first_row + row, attention.head_dim) + part * 2 * kDqChunk;
+            const float4 even = *reinterpret_cast<const float4*>(sum);
+            const float4 odd = *reinterpret_cast<const float4*>(sum + kDqChunk);
             const auto round = [&](float low, float high) {
                 low *= attention.softmax_scale;
                 high *= attention.softmax_scale;
@@ -175,7 +179,7 @@ __global__ void __launch_bounds__(kThreads)
             };
             packed = {round(even.x, odd.x), round(even.y, odd.y), round(even.z, odd.z), round(even.w, odd.w)};
         }
-        *reinterpret_cast<uint4*>(dq + row * params.dq.stride_row * 2) = packed;
+        *reinterpret_cast<uint4*>(dq + row * params.dq.stride_row * 2 + part * 16) = packed;
     }
 }
 
@@ -210,7 +214,7 @@ cudaError_t launch(const void* kernel, dim3 grid, HelperArguments& arguments, cu
 
 // Cuts the workspace; with base 0 it only counts.
 struct ScratchLayout {
-    int64_t dq, lse_log2, delta, dsinks, ticket, turns, size;
+    int64_t dq, row_terms, dsinks, ticket, turns, size;
 };
 
 ScratchLayout scratch_layout(const BackwardParams& params, int block_m) {
@@ -223,9 +227,8 @@ ScratchLayout scratch_layout(const BackwardParams& params, int block_m) {
         layout.size += (bytes + 255) / 256 * 256;
         return start;
     };
-    layout.dq = take(rows * attention.head_dim * 4);
-    layout.lse_log2 = take(rows * 4);
-    layout.delta = take(rows * 4);
+    layout.dq = take(dq_scratch_elements(rows, attention.head_dim) * 4);
+    layout.row_terms = take(rows * 8);
     layout.dsinks = take(attention.sinks != nullptr ? tiles * 4 : 0);
     // turns right behind the ticket: one clear serves both.
     layout.ticket = take(attention.deterministic ? 256 + tiles * 4 : 0);
@@ -249,8 +252,7 @@ BackwardScratch backward_scratch(const BackwardParams& params, int block_m, void
     char* base = static_cast<char*>(workspace);
     BackwardScratch scratch{};
     scratch.dq = reinterpret_cast<float*>(base + layout.dq);
-    scratch.lse_log2 = reinterpret_cast<float*>(base + layout.lse_log2);
-    scratch.delta = reinterpret_cast<float*>(base + layout.delta);
+    scratch.row_terms = reinterpret_cast<float2*>(base + layout.row_terms);
     scratch.dsinks = reinterpret_cast<float*>(base + layout.dsinks);
     if (params.attention.deterministic) {
         scratch.ticket = reinterpret_cast<unsigned long long*>(base + layout.ticket);

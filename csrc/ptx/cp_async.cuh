@@ -13,9 +13,10 @@ __device__ __forceinline__ void cp_async_cg_16(uint32_t destination_smem, const 
                  : "memory");
 }
 
-// The same, .ca: 4 bytes through L1, 4-byte aligned.
-__device__ __forceinline__ void cp_async_ca_4(uint32_t destination_smem, const void* source) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(destination_smem), "l"(source) : "memory");
+// The same for 8 bytes, .ca: through L1. 8-byte aligned.
+__device__ __forceinline__ void cp_async_ca_8(uint32_t destination_smem, const void* source, uint32_t source_bytes) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(destination_smem), "l"(source), "r"(source_bytes)
+                 : "memory");
 }
 
 // PTX ISA 9.7.9.25.3.2 (cp.async.commit_group). Makes one group of this thread's copies since the last commit.

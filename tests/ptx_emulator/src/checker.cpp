@@ -66,6 +66,29 @@ void Checker::complete(Warp& warp, Component stream, uint32_t epoch) {
     if (enabled_) warp.clock.knowledge.generic.raise_to(stream, epoch);
 }
 
+SyncClock Checker::fenced(const Warp& warp) const {
+    SyncClock sync;
+    if (!enabled_ || !warp.clock.has_fence_release) return sync;
+    sync.used = true;
+    sync.cluster = warp.cta.cluster.index;
+    sync.knowledge = warp.clock.fence_release;
+    return sync;
+}
+
+SyncClock Checker::past(const AsyncAgent& agent) const {
+    SyncClock sync;
+    if (!enabled_) return sync;
+    sync.used = true;
+    sync.cluster = agent.issuer->cta.cluster.index;
+    sync.knowledge = agent.knowledge;
+    sync.knowledge.generic.raise_to(agent.component, agent.epoch);
+    return sync;
+}
+
+SyncClock Checker::copies_done(Warp& warp, uint32_t epoch) const {
+    return past(agent(warp, warp.clock.copies, epoch, false));
+}
+
 void Checker::copies_waited(Warp& warp, uint32_t groups) {
     if (enabled_) warp.clock.copies_waited = std::max(warp.clock.copies_waited, groups);
 }
@@ -238,6 +261,7 @@ void Checker::global_access(Warp& warp, uint32_t lane, uint64_t address, uint32_
     actor.record.kind = kind;
     for_granules(address, bytes, [&](uint64_t, uint16_t mask, uint64_t at) {
         access(global_.at(at), actor, mask, "global", at, nullptr);
+        if (!primaries_.empty()) check_primaries(actor, mask, at);
     });
 }
 
@@ -280,7 +304,38 @@ void Checker::global_access(const AsyncAgent& agent, uint32_t lane, uint64_t add
     Actor actor{&agent.knowledge, record_of(agent, lane, kind), agent.issuer, agent.async_proxy};
     for_granules(address, bytes, [&](uint64_t, uint16_t mask, uint64_t at) {
         access(global_.at(at), actor, mask, "global", at, nullptr);
+        if (!primaries_.empty()) check_primaries(actor, mask, at);
     });
+}
+
+// -------------------------------------------------------------------------------------- programmatic dependent launch
+
+std::shared_ptr<const GridAccesses> Checker::take_accesses() {
+    own_->program = &machine_.program;
+    return own_;
+}
+
+void Checker::primaries_done(Warp& warp) {
+    complete(warp, warp.cta.cluster.primaries, 1);
+}
+
+void Checker::check_primaries(const Actor& actor, uint16_t bytes, uint64_t address) {
+    if (actor.knowledge->generic.get(actor.warp->cta.cluster.primaries) > 0) return;
+    for (const auto& grid : primaries_) {
+        const Granule* granule = grid->pages.find(address);
+        if (!granule) continue;
+        for (const AccessRecord& earlier : granule->records()) {
+            if (!(earlier.bytes & bytes)) continue;
+            if (earlier.kind == AccessKind::kRead && actor.record.kind == AccessKind::kRead) continue;
+            if (earlier.kind == AccessKind::kAtomic && actor.record.kind == AccessKind::kAtomic) continue;
+            report_once(
+                actor.record.pc, earlier.pc,
+                format("hazard: race on global address 0x%llx with a grid that may still run\n  %s\n  kernel %s "
+                       "at %s\n  griddepcontrol.wait is missing",
+                       static_cast<unsigned long long>(address), describe(actor.record).c_str(),
+                       grid->program->name.c_str(), grid->program->where(earlier.pc).c_str()));
+        }
+    }
 }
 
 // ---------------------------------------------------------------------------------------------- registers in flight
@@ -317,6 +372,10 @@ void Checker::check_in_flight(Warp& warp, const Instruction& instruction) {
 }
 
 // --------------------------------------------------------------------------------------------------------- reports
+
+void Checker::report_once(uint32_t pc, uint32_t earlier_pc, const std::string& text) {
+    if (reported_.emplace(pc, earlier_pc, "").second) report(text);
+}
 
 void Checker::report(const std::string& text) {
     if (reports_.size() < kMaxReports) reports_.push_back(text);

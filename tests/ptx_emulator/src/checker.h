@@ -10,6 +10,7 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <set>
 #include <string>
 #include <tuple>
@@ -43,6 +44,12 @@ struct AsyncAgent {
     Knowledge knowledge;  // of the issuer at issue
 };
 
+// The global memory that a finished grid has touched.
+struct GridAccesses {
+    ShadowPages pages;
+    const Program* program = nullptr;
+};
+
 enum class MemoryOrder : uint8_t { kWeak, kRelaxed, kAcquire, kRelease, kAcquireRelease };
 
 class Checker {
@@ -68,6 +75,9 @@ class Checker {
     void acquire(Warp& warp, const SyncClock& sync);
     void join(SyncClock& into, const SyncClock& from);
     void complete(Warp& warp, Component stream, uint32_t epoch);  // the warp has waited for a stream up to epoch
+    SyncClock fenced(const Warp& warp) const;       // what relaxed operations release: the latest fence's past
+    SyncClock past(const AsyncAgent& agent) const;  // what the completion of an operation makes known
+    SyncClock copies_done(Warp& warp, uint32_t epoch) const;  // the warp's past and its cp.async copies up to epoch
     void warp_sync(Warp& warp);                       // bar.warp.sync: orders the lanes of the warp among each other
     void copies_waited(Warp& warp, uint32_t groups);  // cp.async.wait_group: each lane knows of its own copies
     void proxy_fence(Warp& warp);                     // fence.proxy.async
@@ -82,8 +92,14 @@ class Checker {
     // Called by the interpreter for each instruction while a warp has registers in flight.
     void check_in_flight(Warp& warp, const Instruction& instruction);
 
+    // ---- programmatic dependent launch: the accesses of grids that may still run until griddepcontrol.wait
+    void set_primaries(std::vector<std::shared_ptr<const GridAccesses>> grids) { primaries_ = std::move(grids); }
+    std::shared_ptr<const GridAccesses> take_accesses();
+    void primaries_done(Warp& warp);  // griddepcontrol.wait
+
     // ---- reports
     void report(const std::string& text);  // one finding; collected, the launch fails at its end
+    void report_once(uint32_t pc, uint32_t earlier_pc, const std::string& text);  // once for a pair of instructions
     const std::vector<std::string>& reports() const { return reports_; }
 
   private:
@@ -103,7 +119,11 @@ class Checker {
 
     bool enabled_;
     Machine& machine_;
-    ShadowPages global_;
+    void check_primaries(const Actor& actor, uint16_t bytes, uint64_t address);
+
+    std::shared_ptr<GridAccesses> own_ = std::make_shared<GridAccesses>();
+    ShadowPages& global_ = own_->pages;
+    std::vector<std::shared_ptr<const GridAccesses>> primaries_;
     std::unordered_map<uint64_t, SyncClock> locations_;               // atomics and ordered accesses, by address
     std::set<std::tuple<uint32_t, uint32_t, std::string>> reported_;  // both pc and what is missing
     std::vector<std::string> reports_;

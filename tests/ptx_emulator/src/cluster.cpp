@@ -6,7 +6,10 @@
 
 namespace ptx_emulator {
 
-Cluster::Cluster(Machine& m, uint32_t i, Dim3 first, uint32_t s) : machine(m), index(i), slot(s) {
+Cluster::Cluster(Machine& m, uint32_t i, Dim3 first, uint32_t s)
+    : machine(m), index(i), slot(s), bulk_copies(AsyncQueue::Order::kAny, AsyncQueue::Trigger::kIdle) {
+    machine.async.attach(&bulk_copies);
+    primaries = machine.checker.new_component(*this, "the grids this one depends on");
     const Dim3& shape = machine.config.cluster;
     uint32_t rank = 0;
     for (uint32_t z = 0; z < shape.z; ++z) {
@@ -21,6 +24,10 @@ Cluster::Cluster(Machine& m, uint32_t i, Dim3 first, uint32_t s) : machine(m), i
         cta->sm = (slot * static_cast<uint32_t>(shape.count()) + cta->rank) % machine.device.sm_count;
         for (auto& warp : cta->warps) machine.checker.start_warp(*warp);
     }
+}
+
+Cluster::~Cluster() {
+    machine.async.detach(&bulk_copies);
 }
 
 bool Cluster::done() const {

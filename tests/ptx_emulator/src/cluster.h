@@ -13,6 +13,9 @@ class Cluster {
   public:
     Cluster(Machine& machine, uint32_t index, Dim3 first_cta, uint32_t slot);
 
+    ~Cluster();
+    Cluster(const Cluster&) = delete;
+
     bool done() const;
 
     Machine& machine;
@@ -22,6 +25,9 @@ class Cluster {
     std::vector<std::string> component_names;  // of the clock components (checker)
 
     // ---- state of instruction families; a new family adds its struct here
+    ClusterBarrier barrier;
+    AsyncQueue bulk_copies;   // into shared memory: they complete on mbarriers
+    Component primaries = 0;  // known once griddepcontrol.wait has been executed (checker)
 };
 
 }  // namespace ptx_emulator

@@ -9,12 +9,17 @@ namespace ptx_emulator {
 Cta::Cta(Machine& m, Cluster& c, uint32_t r, Dim3 i) : machine(m), cluster(c), rank(r), id(i) {
     shared.reset(machine.shared_bytes(), machine.program.uses_async_proxy);
     if (machine.checker.enabled()) shared_shadow.resize(machine.shared_bytes() / kGranuleBytes + 1);
+    for (Warpgroup& group : warpgroups) machine.async.attach(&group.queue);
     const auto threads = static_cast<uint32_t>(machine.config.block.count());
     for (uint32_t first = 0; first < threads; first += kWarpSize) {
         const uint32_t count = std::min(threads - first, kWarpSize);
         const LaneMask lanes = count == kWarpSize ? kAllLanes : lane_bit(count) - 1;
         warps.push_back(std::make_unique<Warp>(machine, *this, first / kWarpSize, lanes));
     }
+}
+
+Cta::~Cta() {
+    for (Warpgroup& group : warpgroups) machine.async.detach(&group.queue);
 }
 
 uint32_t Cta::live_threads() const {
@@ -29,7 +34,20 @@ void Cta::warp_ended(Warp& warp) {
               "CTA (%u,%u,%u) warp %u ends with cp.async copies outstanding that nothing waited for", id.x, id.y, id.z,
               warp.index);
     }
+    for (uint32_t lane = 0; lane < kWarpSize; ++lane) {
+        const BulkGroups* groups = warp.bulk.lanes[lane].get();
+        if (groups && !groups->settled()) {
+            raise(Fault::kIllegalInstruction,
+                  "CTA (%u,%u,%u) warp %u lane %u ends with bulk copies out of shared memory that nothing waited for",
+                  id.x, id.y, id.z, warp.index, lane);
+        }
+    }
+    if (!warp.multiply.settled()) {
+        raise(Fault::kIllegalInstruction, "CTA (%u,%u,%u) warp %u ends with wgmma products that nothing waited for",
+              id.x, id.y, id.z, warp.index);
+    }
     for (NamedBarrier& barrier : barriers) recheck_barrier(*this, barrier);
+    recheck_cluster_barrier(cluster);
     machine.progressed();
 }
 

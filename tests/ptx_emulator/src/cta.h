@@ -4,11 +4,14 @@
 #include <memory>
 #include <vector>
 
+#include "cluster_barrier.h"
+#include "mbarrier.h"
 #include "named_barrier.h"
 #include "shadow.h"
 #include "shared_memory.h"
 #include "types.h"
 #include "warp.h"
+#include "warpgroup.h"
 
 namespace ptx_emulator {
 
@@ -17,6 +20,8 @@ constexpr uint32_t kNamedBarriers = 16;
 class Cta {
   public:
     Cta(Machine& machine, Cluster& cluster, uint32_t rank, Dim3 id);
+    ~Cta();
+    Cta(const Cta&) = delete;
 
     uint32_t live_threads() const;  // of warps that have not ended, in whole warps
     void warp_ended(Warp& warp);
@@ -32,6 +37,9 @@ class Cta {
     std::vector<std::unique_ptr<Warp>> warps;
 
     // ---- state of instruction families; a new family adds its struct here
+    MemoryBarriers memory_barriers;
+    Warpgroup warpgroups[32 / kWarpgroupWarps];
+    RegisterPool register_pool;
 };
 
 }  // namespace ptx_emulator

@@ -59,6 +59,8 @@ enum InstructionRole : uint32_t {
     kRoleSynchronization = 1u << 0,  // barrier, fence, wait, commit, arrive: the mutation runner may remove it
     kRoleAsyncProxy = 1u << 1,       // reads or writes memory through the async proxy
     kRoleStoresResult = 1u << 2,     // its removal must leave a predicate true (try_wait)
+    kRoleCopiesRegisters = 1u << 3,  // mov: the front end's renaming, no computation
+    kRoleWarpgroupMultiply = 1u << 4,
 };
 
 struct InstructionInfo {

@@ -94,6 +94,10 @@ void Machine::retire() {
             ++it;
             continue;
         }
+        if (!(*it)->bulk_copies.empty()) {
+            raise(Fault::kIllegalInstruction, "a cluster ends with bulk copies into its shared memory outstanding: %s",
+                  (*it)->bulk_copies.pending().front().what.c_str());
+        }
         slots_[(*it)->slot] = false;
         for (auto& cta : (*it)->ctas) {
             for (auto& warp : cta->warps) retired_instructions_ += warp->instructions;

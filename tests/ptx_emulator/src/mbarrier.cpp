@@ -1,5 +1,7 @@
 #include "mbarrier.h"
 
+#include <cstring>
+
 #include "errors.h"
 #include "machine.h"
 
@@ -42,7 +44,7 @@ void MemoryBarriers::initialise(Warp& by, Cta& owner, uint32_t offset, uint32_t 
     owner.machine.progressed();
 }
 
-void MemoryBarriers::invalidate(Warp&, Cta& owner, uint32_t offset) {
+void MemoryBarriers::invalidate(Cta& owner, uint32_t offset) {
     at(owner, offset);
     barriers_.erase(offset);
     const uint64_t nothing = ~uint64_t{0};
@@ -73,25 +75,22 @@ void MemoryBarriers::settle(Cta& owner, uint32_t offset, MemoryBarrier& barrier)
     owner.machine.progressed();
 }
 
-void MemoryBarriers::arrive(Cta& owner, uint32_t offset, uint32_t count, Warp* by, const SyncClock* past) {
+void MemoryBarriers::arrive(Cta& owner, uint32_t offset, uint32_t count, const SyncClock& past) {
     MemoryBarrier& barrier = at(owner, offset);
     if (count > barrier.pending) {
         raise(Fault::kIllegalInstruction, "%u arrivals at %s, whose phase %llu waits for %u", count,
               name_of(owner, offset).c_str(), static_cast<unsigned long long>(barrier.phase), barrier.pending);
     }
-    Checker& checker = owner.machine.checker;
-    if (by) checker.release(*by, barrier.arriving);
-    if (past) checker.join(barrier.arriving, *past);
+    owner.machine.checker.join(barrier.arriving, past);
     barrier.pending -= count;
     settle(owner, offset, barrier);
 }
 
-void MemoryBarriers::drop(Cta& owner, uint32_t offset, uint32_t count, Warp& by) {
+void MemoryBarriers::drop(Cta& owner, uint32_t offset, uint32_t count) {
     MemoryBarrier& barrier = at(owner, offset);
     if (count > barrier.expected) raise(Fault::kIllegalInstruction, "mbarrier.arrive_drop of %u arrivals", count);
     barrier.expected -= count;
     draw(owner, offset, barrier);
-    arrive(owner, offset, count, &by, nullptr);
 }
 
 void MemoryBarriers::expect_bytes(Cta& owner, uint32_t offset, uint32_t bytes) {

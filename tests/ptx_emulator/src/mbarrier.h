@@ -32,13 +32,13 @@ struct MemoryBarrier {
 class MemoryBarriers {
   public:
     void initialise(Warp& by, Cta& owner, uint32_t offset, uint32_t count);
-    void invalidate(Warp& by, Cta& owner, uint32_t offset);
+    void invalidate(Cta& owner, uint32_t offset);
     // Raises when there is no barrier, or its 64 bits were overwritten.
     MemoryBarrier& at(Cta& owner, uint32_t offset);
 
-    // by: the arriving warp, whose past the arrival releases; nullptr: an asynchronous operation with this past.
-    void arrive(Cta& owner, uint32_t offset, uint32_t count, Warp* by, const SyncClock* past);
-    void drop(Cta& owner, uint32_t offset, uint32_t count, Warp& by);
+    // past: what happened before the arrival and is known to whoever waits for the phase.
+    void arrive(Cta& owner, uint32_t offset, uint32_t count, const SyncClock& past);
+    void drop(Cta& owner, uint32_t offset, uint32_t count);  // expect fewer arrivals from the next phase on
     void expect_bytes(Cta& owner, uint32_t offset, uint32_t bytes);
     void complete_bytes(Cta& owner, uint32_t offset, uint32_t bytes, const SyncClock& past);
     // cp.async.mbarrier.arrive without .noinc: the phase waits for one arrival more.

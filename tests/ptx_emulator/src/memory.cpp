@@ -21,7 +21,13 @@ MemoryReference resolve_shared(Warp& warp, uint32_t address, uint32_t bytes, uin
     if (offset % alignment) {
         raise(Fault::kMisalignedAddress, "shared address 0x%x: must be a multiple of %u", address, alignment);
     }
+    if (&owner != &warp.cta) require_running(warp, owner);
     return {owner.shared.generic(offset), Space::kShared, &owner, offset};
+}
+
+void require_running(const Warp& warp, const Cta& owner) {
+    if (&owner == &warp.cta || owner.live_threads() > 0) return;
+    raise(Fault::kIllegalAddress, "access to shared memory of CTA rank %u of the cluster, which has ended", owner.rank);
 }
 
 MemoryReference resolve(Warp& warp, Space space, uint64_t address, uint32_t lane, uint32_t bytes, uint32_t alignment) {

@@ -18,6 +18,11 @@ const OpcodeTable& OpcodeTable::instance() {
         register_barrier(t);
         register_copy(t);
         register_matrix(t);
+        register_mbarrier(t);
+        register_cluster(t);
+        register_bulk(t);
+        register_tensor_copy(t);
+        register_wgmma(t);
         return t;
     }();
     return table;

@@ -39,5 +39,10 @@ void register_warp_collectives(OpcodeTable& table);
 void register_barrier(OpcodeTable& table);
 void register_copy(OpcodeTable& table);
 void register_matrix(OpcodeTable& table);
+void register_mbarrier(OpcodeTable& table);
+void register_cluster(OpcodeTable& table);
+void register_bulk(OpcodeTable& table);
+void register_tensor_copy(OpcodeTable& table);
+void register_wgmma(OpcodeTable& table);
 
 }  // namespace ptx_emulator

@@ -34,7 +34,7 @@ struct LaneCopy {
 Step copy_async(Warp& warp, const Instruction& i, LaneMask mask) {
     const auto& data = static_cast<const CopyData&>(*i.data);
     Checker& checker = warp.machine.checker;
-    const AsyncAgent agent = checker.agent(warp, warp.clock.copies, warp.copies.next_group(), false);
+    const AsyncAgent agent = checker.agent(warp, warp.clock.copies, warp.copies.epoch, false);
     std::vector<LaneCopy> lanes;
     lanes.reserve(kWarpSize);
     for_lanes(mask, [&](uint32_t lane) {
@@ -104,7 +104,7 @@ Step commit_group(Warp& warp, const Instruction&, LaneMask mask) {
         if (!warp.converged()) return Step::kBlock;
         raise(Fault::kUnsupported, "cp.async.commit_group on lanes %08x of %08x", mask, warp.live());
     }
-    warp.copies.groups.push_back(warp.copies.queue.issued());
+    warp.copies.close_group();
     return Step::kNext;
 }
 
@@ -113,7 +113,7 @@ Step wait_group(Warp& warp, const Instruction& i, LaneMask) {
     if (!warp.converged()) return Step::kBlock;
     CopyState& copies = warp.copies;
     if (i.y && copies.queue.issued() > (copies.groups.empty() ? 0 : copies.groups.back())) {
-        copies.groups.push_back(copies.queue.issued());
+        copies.close_group();
     }
     if (copies.groups.size() <= i.x) return Step::kNext;
     const size_t complete = copies.groups.size() - i.x;
@@ -121,7 +121,7 @@ Step wait_group(Warp& warp, const Instruction& i, LaneMask) {
     copies.groups_waited = complete;
     copies.tickets_waited = copies.groups[complete - 1];
     copies.queue.run_through(copies.tickets_waited);
-    warp.machine.checker.copies_waited(warp, static_cast<uint32_t>(complete));
+    warp.machine.checker.copies_waited(warp, copies.group_epochs[complete - 1]);
     warp.machine.progressed();
     return Step::kNext;
 }

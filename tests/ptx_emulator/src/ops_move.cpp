@@ -82,6 +82,7 @@ Step move_clock(Warp& warp, const Instruction& i, LaneMask mask) {
 }
 
 void decode_mov(DecodeContext& c) {
+    c.set_role(kRoleCopiesRegisters);
     const int bytes = c.type_size();
     const SyntaxOperand &destination = c.operand(0), &source = c.operand(1);
     using Kind = SyntaxOperand::Kind;

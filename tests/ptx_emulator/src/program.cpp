@@ -36,6 +36,7 @@ Program::Program(const ModuleSyntax& module, const KernelSyntax& kernel, const M
     : name(kernel.name), ptx_path(std::move(path)), target(module.target), files(module.files) {
     parameters = kernel.parameters;
     parameter_bytes = kernel.parameter_bytes;
+    min_ctas_per_sm = kernel.min_ctas_per_sm;
     std::copy(kernel.required_cluster, kernel.required_cluster + 3, required_cluster);
     std::copy(kernel.max_threads, kernel.max_threads + 3, max_threads);
     std::copy(kernel.required_threads, kernel.required_threads + 3, required_threads);
@@ -59,6 +60,7 @@ Program::Program(const ModuleSyntax& module, const KernelSyntax& kernel, const M
         if (!decode) context.fail("unknown opcode");
         decode(context);
         if (!code[i].handler) context.fail("unknown form of the opcode");
+        uses_wgmma |= (info[i].roles & kRoleWarpgroupMultiply) != 0;
         uses_async_proxy |= (info[i].roles & kRoleAsyncProxy) != 0;
     }
     registers.finish();

@@ -57,7 +57,9 @@ class Program {
     uint32_t required_cluster[3] = {0, 0, 0};
     uint32_t max_threads[3] = {0, 0, 0};
     uint32_t required_threads[3] = {0, 0, 0};
+    uint32_t min_ctas_per_sm = 0;
     bool uses_async_proxy = false;
+    bool uses_wgmma = false;
     mutable std::vector<uint8_t> executed;  // beside code: 1 once a warp has executed it, in any launch
 
     // ---- register file: per register 32 lanes of its width; predicates are one LaneMask

@@ -24,7 +24,8 @@ cudaError_t error_code(Fault fault);
 std::string last_report(cudaError_t code);
 
 // One launch from start to end. Host faults inside it (a wild global pointer) become kIllegalAddress.
-void launch(const void* host_function, Dim3 grid, Dim3 block, Dim3 cluster, size_t dynamic_shared, void** arguments);
+void launch(const void* host_function, Dim3 grid, Dim3 block, Dim3 cluster, size_t dynamic_shared, void** arguments,
+            bool programmatic);
 
 // One launch at a time; it also guards the kernel library and what is noted of launches.
 std::mutex& launch_mutex();

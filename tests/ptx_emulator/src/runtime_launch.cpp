@@ -101,6 +101,9 @@ void run_guarded(Machine& machine) {
     throw EmulationError(Fault::kIllegalAddress, text);
 }
 
+constexpr size_t kMaxEarlierGrids = 4;
+std::vector<std::shared_ptr<const GridAccesses>> earlier_grids;  // that a programmatic launch may overlap
+
 }  // namespace
 
 DeviceModel current_device_model() {
@@ -112,7 +115,8 @@ int dynamic_shared_limit(const void* host_function) {
     return it == shared_limits().end() ? 48 * 1024 : it->second;
 }
 
-void launch(const void* host_function, Dim3 grid, Dim3 block, Dim3 cluster, size_t dynamic_shared, void** arguments) {
+void launch(const void* host_function, Dim3 grid, Dim3 block, Dim3 cluster, size_t dynamic_shared, void** arguments,
+            bool programmatic) {
     const std::lock_guard<std::mutex> lock(launch_mutex());
     const char* name = kernel_name(host_function);
     if (!name) raise(Fault::kMissingKernel, "launch of a function that no object registered");
@@ -139,9 +143,14 @@ void launch(const void* host_function, Dim3 grid, Dim3 block, Dim3 cluster, size
         std::memcpy(&config.parameters[parameter.offset], arguments[i], parameter.bytes);
     }
     Machine machine(program, config, device, options);
+    // A programmatic launch may overlap its predecessor, and whatever that one was allowed to overlap.
+    if (!programmatic) earlier_grids.clear();
+    machine.checker.set_primaries(earlier_grids);
     note_launch(name, nullptr);
     run_guarded(machine);
     note_launch(name, &machine.statistics);
+    if (earlier_grids.size() == kMaxEarlierGrids) earlier_grids.erase(earlier_grids.begin());
+    earlier_grids.push_back(machine.checker.take_accesses());
     if (options.trace) {
         std::fprintf(stderr, "PTX emulator: %s: %u CTAs, %u resident, %llu warp instructions\n", name,
                      machine.statistics.ctas, machine.statistics.resident_ctas,
@@ -173,7 +182,7 @@ cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared, 
 
 cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, void** arguments, size_t shared,
                              cudaStream_t) {
-    return guarded([&] { launch(function, convert(grid), convert(block), {}, shared, arguments); });
+    return guarded([&] { launch(function, convert(grid), convert(block), {}, shared, arguments, false); });
 }
 
 cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void** arguments, size_t shared,
@@ -188,14 +197,18 @@ cudaError_t __cudaLaunchKernel_ptsz(cudaKernel_t kernel, dim3 grid, dim3 block, 
 
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* function, void** arguments) {
     Dim3 cluster;
+    bool programmatic = false;
     for (unsigned i = 0; i < config->numAttrs; ++i) {
+        if (config->attrs[i].id == cudaLaunchAttributeProgrammaticStreamSerialization) {
+            programmatic = config->attrs[i].val.programmaticStreamSerializationAllowed != 0;
+        }
         if (config->attrs[i].id != cudaLaunchAttributeClusterDimension) continue;
         const auto& dimension = config->attrs[i].val.clusterDim;
         cluster = {dimension.x, dimension.y, dimension.z};
     }
     return guarded([&] {
         launch(function, convert(config->gridDim), convert(config->blockDim), cluster, config->dynamicSmemBytes,
-               arguments);
+               arguments, programmatic);
     });
 }
 

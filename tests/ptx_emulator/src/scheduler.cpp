@@ -130,8 +130,11 @@ std::string Machine::deadlock_report() const {
                     if (++lines > 40) continue;
                     text += format("  CTA (%u,%u,%u) warp %u lanes %08x at %s", cta->id.x, cta->id.y, cta->id.z,
                                    warp->index, group.mask, program.where(group.pc).c_str());
-                    if (group.pc < program.info.size() && program.info[group.pc].describe_wait) {
-                        text += "\n      " + program.info[group.pc].describe_wait(*warp, program.code[group.pc]);
+                    // A wait that has failed stands before the branch back to it.
+                    for (uint32_t pc : {group.pc, group.pc - 1}) {
+                        if (pc >= program.info.size() || !program.info[pc].describe_wait) continue;
+                        text += "\n      " + program.info[pc].describe_wait(*warp, program.code[pc]);
+                        break;
                     }
                     text += "\n";
                 }

@@ -32,6 +32,7 @@ struct AccessRecord {
 class Granule {
   public:
     std::vector<AccessRecord>& records() { return records_; }
+    const std::vector<AccessRecord>& records() const { return records_; }
 
   private:
     std::vector<AccessRecord> records_;
@@ -49,6 +50,11 @@ class ShadowPages {
             last_page_ = page;
         }
         return last_->granules[(address & 4095) / kGranuleBytes];
+    }
+
+    const Granule* find(uint64_t address) const {
+        const auto it = pages_.find(address >> 12);
+        return it == pages_.end() ? nullptr : &it->second->granules[(address & 4095) / kGranuleBytes];
     }
 
   private:

@@ -27,7 +27,12 @@ class SharedMemory {
 
     // To be called after every generic write.
     void written_by_generic(uint32_t offset, uint32_t bytes) {
-        if (two_views()) unpublished_.emplace_back(offset, bytes);
+        if (!two_views()) return;
+        if (unpublished_.size() < kMaxUnpublished) {
+            unpublished_.emplace_back(offset, bytes);
+        } else {
+            unpublished_.assign(1, {0, size()});  // async writes are in both views, so all of it may be copied
+        }
     }
     void write_by_async(uint32_t offset, const void* data, uint32_t bytes) {
         std::memcpy(generic_.data() + offset, data, bytes);
@@ -42,6 +47,8 @@ class SharedMemory {
     }
 
   private:
+    static constexpr size_t kMaxUnpublished = 1u << 20;
+
     std::vector<uint8_t> generic_, async_;
     std::vector<std::pair<uint32_t, uint32_t>> unpublished_;  // offset, bytes
 };

@@ -16,11 +16,14 @@ Warp::Warp(Machine& m, Cta& c, uint32_t i, LaneMask lanes) : machine(m), cta(c),
     registers_ += (64 - reinterpret_cast<uintptr_t>(registers_) % 64) % 64;
     local_storage_.assign(size_t{program.local_bytes} * kWarpSize, 0xff);
     initialize_registers();
+    if (program.uses_wgmma && machine.checker.enabled()) write_ages_.assign(program.register_bytes / 8 + 1, 0);
     machine.async.attach(&copies.queue);
+    machine.async.attach(&bulk.queue);
 }
 
 Warp::~Warp() {
     machine.async.detach(&copies.queue);
+    machine.async.detach(&bulk.queue);
 }
 
 // The value of a special register (PTX ISA chapter 10) that is fixed for a warp's life.
@@ -129,6 +132,18 @@ int Warp::pick_group() {
     return best;
 }
 
+void Warp::note_writes(uint32_t pc) {
+    const InstructionInfo& info = program.info[pc];
+    uint32_t age = fences_;
+    if (info.roles & kRoleCopiesRegisters) {
+        age = 0;
+        for (uint32_t offset : info.reads) {
+            if (offset != program.code[pc].guard) age = std::max(age, write_ages_[offset / 8]);
+        }
+    }
+    for (uint32_t offset : info.writes) write_ages_[offset / 8] = age;
+}
+
 Warp::Outcome Warp::run(uint32_t budget) {
     for (LaneGroup& group : groups) group.blocked = false;
     const Instruction* const code = program.code.data();
@@ -179,6 +194,7 @@ Warp::Outcome Warp::run(uint32_t budget) {
                 program.executed[pc] = 1;
                 if (registers_in_flight) machine.checker.check_in_flight(*this, instruction);
                 step = instruction.handler(*this, instruction, lanes);
+                if (!write_ages_.empty()) note_writes(pc);
             }
             const uint32_t before = pc;
             switch (step) {

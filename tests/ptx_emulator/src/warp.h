@@ -7,11 +7,15 @@
 #include <vector>
 
 #include "async_engine.h"
+#include "bulk_copy.h"
 #include "checker.h"
+#include "cluster_barrier.h"
 #include "instruction.h"
+#include "mbarrier.h"
 #include "named_barrier.h"
 #include "program.h"
 #include "types.h"
+#include "warpgroup.h"
 
 namespace ptx_emulator {
 
@@ -27,10 +31,15 @@ struct LaneGroup {
 struct CopyState {
     CopyState() : queue(AsyncQueue::Order::kAny, AsyncQueue::Trigger::kWait) {}
     AsyncQueue queue;
-    std::vector<uint64_t> groups;  // per committed group: the ticket of its last copy
-    uint64_t groups_waited = 0;    // groups[0..groups_waited) are complete
+    std::vector<uint64_t> groups;        // per committed group: the ticket of its last copy
+    std::vector<uint32_t> group_epochs;  // and its epoch in the warp's stream of copies
+    uint32_t epoch = 1;                  // of copies that are issued now
+    uint64_t groups_waited = 0;          // groups[0..groups_waited) are complete
     uint64_t tickets_waited = 0;
-    uint32_t next_group() const { return static_cast<uint32_t>(groups.size()) + 1; }
+    void close_group() {
+        groups.push_back(queue.issued());
+        group_epochs.push_back(epoch++);
+    }
 };
 
 class Warp {
@@ -68,6 +77,12 @@ class Warp {
     // Replaces lanes of the running group by groups that stand elsewhere; the handler then returns Step::kExit for
     // them.
     void split(const std::vector<LaneGroup>& parts) { added_.insert(added_.end(), parts.begin(), parts.end()); }
+    // ---- for the check of wgmma.fence: which registers were computed since. Copies of the front end (mov) carry the
+    // age of what they copy.
+    void next_fence() { ++fences_; }
+    bool written_since_fence(uint32_t offset) const {
+        return !write_ages_.empty() && write_ages_[offset / 8] == fences_;
+    }
     uint8_t* local(uint32_t lane, uint64_t offset, uint32_t bytes);  // checks bounds
 
     Machine& machine;
@@ -85,15 +100,22 @@ class Warp {
     uint32_t registers_in_flight = 0;  // how many entries of in_flight are set
     std::unordered_map<uint32_t, std::pair<Checker::InFlight, uint32_t>> in_flight;  // register -> state, pc of issue
     LaneMask carry = 0;                                                              // CC.CF of add.cc and its kin
-    uint32_t cluster_phase = 0;  // barrier.cluster: generation at arrival
+    ClusterBarrierWait cluster_barrier;
+    MemoryBarrierWait memory_barrier_wait;
+    BulkState bulk;
+    WarpgroupMultiply multiply;
+    uint32_t registers_per_thread = 0;  // setmaxnreg; 0: not limited
 
   private:
     void initialize_registers();
     int pick_group();
+    void note_writes(uint32_t pc);
 
     std::vector<uint8_t> register_storage_, local_storage_;
     uint8_t* registers_ = nullptr;
     std::vector<LaneGroup> added_;
+    std::vector<uint32_t> write_ages_;  // per 8 bytes of the register file: fences_ when it was written
+    uint32_t fences_ = 1;
     LaneMask active_ = 0;
     uint32_t pc_ = 0;
     bool starve_lowest_ = false;  // the lowest pc spun through a whole budget: let another group go once

@@ -1,39 +1,40 @@
-"""The emulator's checker reports hazards in any schedule, is silent on their correct twins, and faults become errors."""
+"""The checker reports hazards in any schedule, is silent on their correct twins, and faults become errors."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
+from ptx_emulator.harness import LaunchError, UnitKernels, emulator_options
 
-pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+# The first test of a run may have to compile the emulator.
+pytestmark = [
+    pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc"),
+    pytest.mark.timeout(600),
+]
 
 SCHEDULES = ("eager", "lazy", "random", "pct")
 ILLEGAL_ADDRESS, MISALIGNED, LAUNCH_FAILURE, TIMEOUT, INVALID_CONFIGURATION = 700, 716, 719, 702, 9
 
 
 @pytest.fixture(scope="module")
-def kernels():
+def kernels() -> UnitKernels:
     """The unit kernels, linked with the emulator."""
-    from tests.ptx_emulator.harness import UnitKernels
-
     return UnitKernels()
 
 
 @pytest.fixture(params=SCHEDULES)
-def schedule(request):
+def schedule(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each schedule in turn."""
-    from tests.ptx_emulator.harness import emulator_options
-
     with emulator_options(schedule=request.param, seed=5):
         yield request.param
 
 
-def error_of(kernels, *arguments, **keywords):
+def error_of(kernels: UnitKernels, *arguments: Any, **keywords: Any) -> LaunchError:
     """The LaunchError of a launch that must fail."""
-    from tests.ptx_emulator.harness import LaunchError
-
     with pytest.raises(LaunchError) as info:
         kernels.launch(*arguments, **keywords)
     return info.value
@@ -47,7 +48,7 @@ def error_of(kernels, *arguments, **keywords):
         ("write_after_read", 128, "a barrier"),
     ],
 )
-def test_shared_memory_races(kernels, schedule, name, threads, missing):
+def test_shared_memory_races(kernels: UnitKernels, schedule: str, name: str, threads: int, missing: str) -> None:
     """Between warps, between lanes, and a write that overtakes a read."""
     values, out = np.arange(threads, dtype=np.int32), np.zeros(threads, np.int32)
     kernels.launch(name, 1, threads, values, out, 1)
@@ -59,7 +60,7 @@ def test_shared_memory_races(kernels, schedule, name, threads, missing):
 
 
 @pytest.mark.parametrize("skip", [1, 2, 3])
-def test_copy_pipeline_needs_each_wait(kernels, schedule, skip):
+def test_copy_pipeline_needs_each_wait(kernels: UnitKernels, schedule: str, skip: int) -> None:
     """A pipeline without its wait, or without one of its two barriers."""
     values, out = np.ones((6, 512), np.float32), np.zeros(512, np.float32)
     error = error_of(kernels, "copy_pipeline", 1, 128, values, out, 6, skip)
@@ -67,7 +68,7 @@ def test_copy_pipeline_needs_each_wait(kernels, schedule, skip):
     assert "hazard: race on shared address" in str(error)
 
 
-def test_global_memory_races(kernels, schedule):
+def test_global_memory_races(kernels: UnitKernels, schedule: str) -> None:
     """Plain adds of two CTAs; and a flag without release and acquire."""
     out = np.zeros(1, np.int32)
     kernels.launch("global_add", 2, 32, out, 1)
@@ -78,7 +79,7 @@ def test_global_memory_races(kernels, schedule):
 
 
 @pytest.mark.parametrize("correct", [1, 2])
-def test_hand_over_between_ctas(kernels, schedule, correct):
+def test_hand_over_between_ctas(kernels: UnitKernels, schedule: str, correct: int) -> None:
     """st.release with ld.acquire, and relaxed accesses between fences, order what they guard."""
     data, flag, out = (np.zeros(1, np.int32) for _ in range(3))
     kernels.launch("hand_over", 2, 32, data, flag, out, correct)
@@ -89,7 +90,7 @@ def test_hand_over_between_ctas(kernels, schedule, correct):
     assert "hazard: race on global address" in str(error)
 
 
-def test_unwritten_shared_memory(kernels, schedule):
+def test_unwritten_shared_memory(kernels: UnitKernels, schedule: str) -> None:
     """Reading shared memory that nothing wrote is reported, even where its value does not matter."""
     out = np.zeros(64, np.int32)
     kernels.launch("unwritten_shared", 1, 64, out, 1, shared=256)
@@ -99,16 +100,14 @@ def test_unwritten_shared_memory(kernels, schedule):
     assert "nothing has written it" in str(error)
 
 
-def test_checker_can_be_switched_off(kernels):
+def test_checker_can_be_switched_off(kernels: UnitKernels) -> None:
     """FLASH_EXT_EMULATOR_CHECK=0 leaves the results."""
-    from tests.ptx_emulator.harness import emulator_options
-
     values, out = np.arange(128, dtype=np.int32), np.zeros(128, np.int32)
     with emulator_options(check=0):
         kernels.launch("shared_exchange", 1, 128, values, out, 0)
 
 
-def test_faults_become_errors(kernels, schedule):
+def test_faults_become_errors(kernels: UnitKernels, schedule: str) -> None:
     """Bounds, alignment and wild pointers: an error with a report, and the process goes on."""
     out = np.zeros(64, np.int32)
     error = error_of(kernels, "out_of_shared", 1, 32, out, 4096)
@@ -123,7 +122,7 @@ def test_faults_become_errors(kernels, schedule):
     assert out[0] == 1
 
 
-def test_deadlock_report(kernels, schedule):
+def test_deadlock_report(kernels: UnitKernels, schedule: str) -> None:
     """Who waits where, and for how many."""
     error = error_of(kernels, "deadlock", 1, 64, np.zeros(64, np.int32))
     assert error.code == TIMEOUT
@@ -131,10 +130,8 @@ def test_deadlock_report(kernels, schedule):
     assert "waits at barrier 2: 32 of 64 threads have arrived" in str(error)
 
 
-def test_ctas_beyond_the_device_wait(kernels, schedule):
+def test_ctas_beyond_the_device_wait(kernels: UnitKernels, schedule: str) -> None:
     """A chain that needs more CTAs resident than fit never ends; with enough room it does."""
-    from tests.ptx_emulator.harness import emulator_options
-
     with emulator_options(stall_limit=200_000):
         fits, too_many = 2 * 2, 2 * 2 + 1  # 1024 threads a CTA, 2048 an SM, 2 SMs
         flag, out = np.zeros(1, np.int32), np.zeros(too_many, np.int32)
@@ -149,10 +146,8 @@ def test_ctas_beyond_the_device_wait(kernels, schedule):
 
 
 @pytest.mark.parametrize(("cc", "limit"), [("8.0", 163), ("8.6", 99), ("9.0", 227), ("12.0", 99)])
-def test_device_limits(kernels, cc, limit):
+def test_device_limits(kernels: UnitKernels, cc: str, limit: int) -> None:
     """Threads per CTA as everywhere; an unknown capability is refused by name."""
-    from tests.ptx_emulator.harness import emulator_options
-
     out = np.zeros(1, np.int32)
     with emulator_options(cc=cc):
         kernels.launch("global_add", 1, 32, out, 1)

@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+from ptx_emulator.harness import UnitKernels, emulator_options
 
-pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+# The first test of a run may have to compile the emulator.
+pytestmark = [
+    pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc"),
+    pytest.mark.timeout(600),
+]
 
 SCHEDULES = ("eager", "lazy", "random", "pct")
 
 
 @pytest.fixture(scope="module")
-def kernels():
+def kernels() -> UnitKernels:
     """The unit kernels, linked with the emulator."""
-    from tests.ptx_emulator.harness import UnitKernels
-
     return UnitKernels()
 
 
 @pytest.fixture(params=SCHEDULES)
-def schedule(request):
+def schedule(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each schedule in turn."""
-    from tests.ptx_emulator.harness import emulator_options
-
     with emulator_options(schedule=request.param, seed=3):
         yield request.param
 
 
 @pytest.mark.parametrize("count", [1, 31, 128, 1000])
-def test_vector_add(kernels, schedule, count):
+def test_vector_add(kernels: UnitKernels, schedule: str, count: int) -> None:
     """Predicated lanes, global loads and stores, a grid with a ragged end."""
     rng = np.random.default_rng(0)
     a, b = (rng.standard_normal(count).astype(np.float32) for _ in range(2))
@@ -40,7 +42,7 @@ def test_vector_add(kernels, schedule, count):
     assert np.isnan(out[count:]).all()
 
 
-def test_row_sum(kernels, schedule):
+def test_row_sum(kernels: UnitKernels, schedule: str) -> None:
     """Butterfly shuffles."""
     rows, per_lane = 12, 5
     values = np.random.default_rng(1).integers(-50, 50, (rows, per_lane, 32)).astype(np.float32)
@@ -49,7 +51,7 @@ def test_row_sum(kernels, schedule):
     np.testing.assert_array_equal(out, values.sum((1, 2)))
 
 
-def test_divergent_loop(kernels, schedule):
+def test_divergent_loop(kernels: UnitKernels, schedule: str) -> None:
     """Lanes leave a loop at different times."""
 
     def collatz(value: int) -> int:
@@ -65,7 +67,7 @@ def test_divergent_loop(kernels, schedule):
     np.testing.assert_array_equal(steps, [collatz(int(value)) for value in start])
 
 
-def test_atomics(kernels, schedule):
+def test_atomics(kernels: UnitKernels, schedule: str) -> None:
     """Atomic adds from several CTAs."""
     values = np.random.default_rng(2).integers(0, 7, 1000).astype(np.int32)
     counts = np.zeros(7, np.int32)
@@ -73,7 +75,7 @@ def test_atomics(kernels, schedule):
     np.testing.assert_array_equal(counts, np.bincount(values, minlength=7))
 
 
-def test_persistent_ctas_take_several_tiles(kernels, schedule):
+def test_persistent_ctas_take_several_tiles(kernels: UnitKernels, schedule: str) -> None:
     """Two SMs by default: of two CTAs that share 11 tiles, one runs at least 3."""
     counter, taken = np.zeros(1, np.int32), np.full(11, -1, np.int32)
     kernels.launch("take_tiles", 2, 64, counter, taken, taken.size)
@@ -101,7 +103,9 @@ def ulps(value: np.ndarray, exact: np.ndarray) -> float:
         (9, np.sin, -60, 60, 2.5),
     ],
 )
-def test_functions_to_the_last_ulps(kernels, number, function, low, high, bound):
+def test_functions_to_the_last_ulps(
+    kernels: UnitKernels, number: int, function: Callable[..., np.ndarray], low: float, high: float, bound: float
+) -> None:
     """Approximate functions are computed to the last ulps."""
     x = np.random.default_rng(number).uniform(low, high, 4096).astype(np.float32)
     out = np.empty_like(x)
@@ -109,7 +113,7 @@ def test_functions_to_the_last_ulps(kernels, number, function, low, high, bound)
     assert ulps(out, function(x.astype(np.float64))) <= bound
 
 
-def test_exp2_at_the_edges(kernels):
+def test_exp2_at_the_edges(kernels: UnitKernels) -> None:
     """Overflow, underflow with .ftz, zero and NaN."""
     x = np.array([0, -0.0, 128, 127, -126, -127, -200, np.inf, -np.inf, np.nan, 1, 500], np.float32)
     out = np.empty_like(x)
@@ -118,7 +122,7 @@ def test_exp2_at_the_edges(kernels):
     np.testing.assert_array_equal(out, np.array(expected, np.float32))
 
 
-def test_half_conversions_round_to_nearest_even(kernels):
+def test_half_conversions_round_to_nearest_even(kernels: UnitKernels) -> None:
     """fp16 and bf16 agree with numpy and torch on ties, subnormals, overflow and NaN."""
     torch = pytest.importorskip("torch")
     rng = np.random.default_rng(5)
@@ -133,7 +137,7 @@ def test_half_conversions_round_to_nearest_even(kernels):
         np.testing.assert_array_equal(out, torch.from_numpy(x).to(dtype).float().numpy())
 
 
-def test_float_to_integer_rounds_down(kernels):
+def test_float_to_integer_rounds_down(kernels: UnitKernels) -> None:
     """cvt.rmi with saturation."""
     x = np.array([1.5, -1.5, 2.0, -0.25, 3e9, -3e9, 0], np.float32)
     out = np.empty_like(x)
@@ -171,7 +175,7 @@ def integer_reference(number: int, a: int, b: int) -> int:
 
 
 @pytest.mark.parametrize("number", range(12))
-def test_integer_operations(kernels, number):
+def test_integer_operations(kernels: UnitKernels, number: int) -> None:
     """Products, quotients, shifts, bits, against Python's integers."""
     rng = np.random.default_rng(number)
     special = [0, 1, 2, 31, 32, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0xFFFF, 0x10000]
@@ -184,7 +188,7 @@ def test_integer_operations(kernels, number):
     np.testing.assert_array_equal(out, [integer_reference(number, int(x), int(y)) for x, y in zip(a, b, strict=True)])
 
 
-def test_mma_against_fp64(kernels, schedule):
+def test_mma_against_fp64(kernels: UnitKernels, schedule: str) -> None:
     """ldmatrix and mma.m16n8k16: fragments in their places, fp32 accumulation."""
     torch = pytest.importorskip("torch")
     rng = np.random.default_rng(7)
@@ -194,7 +198,7 @@ def test_mma_against_fp64(kernels, schedule):
     np.testing.assert_allclose(d, (a.double() @ b.double().T).numpy(), atol=2e-6 * 16)
 
 
-def test_copy_pipeline(kernels, schedule):
+def test_copy_pipeline(kernels: UnitKernels, schedule: str) -> None:
     """cp.async groups in a ring of two stages, under the checker."""
     tiles = 6
     values = np.random.default_rng(8).integers(-9, 9, (tiles, 512)).astype(np.float32)

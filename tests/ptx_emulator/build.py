@@ -1,8 +1,8 @@
 """Links a path's kernels against the PTX emulator instead of cudart.
 
-``python -m tests.ptx_emulator.build --out DIR --path sm80`` takes the object files and the PTX that the normal build
+``python -m tests.ptx_emulator.build --path sm80`` takes the object files and the PTX that the normal build
 left under ``build/<path>`` (its ``manifest.json``); nothing is compiled but the emulator itself, once. With
-``FLASH_EXT_LIBRARY_DIR=DIR FLASH_EXT_EMULATE=sm80`` the installed flash_ext then runs on CPU tensors.
+``FLASH_EXT_LIBRARY_DIR=build/emulator/sm80 FLASH_EXT_EMULATE=sm80`` the installed flash_ext then runs on CPU tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,16 @@ ROOT = Path(__file__).parents[2]
 # shared memory lets every tile of its table run.
 DEFAULT_CAPABILITY = {"sm80": "9.0", "sm90": "9.0", "sm100": "10.0"}
 # Warnings are errors in the tests' own build of the emulator; -fno-math-errno lets sqrt vectorise.
-FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra")
+FLAGS = (
+    "-std=c++17",
+    "-O2",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wall",
+    "-Wextra",
+)
 
 
 class EmulatorBuildError(RuntimeError):
@@ -63,7 +72,9 @@ def architecture_flag() -> str:
         return "-O2"
     flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     needed = ("avx2", "fma", "f16c", "bmi2", "movbe")
-    return "-march=x86-64-v3" if all(f" {name} " in flags or f" {name}\n" in flags for name in needed) else "-march=x86-64"
+    return (
+        "-march=x86-64-v3" if all(f" {name} " in flags or f" {name}\n" in flags for name in needed) else "-march=x86-64"
+    )
 
 
 def _run(command: Sequence[str | Path]) -> None:
@@ -125,10 +136,8 @@ def link(library: Path, objects: Sequence[Path], kernels: dict[str, Path], capab
     exports = ROOT / "cmake" / "exports.map"
     script = [f"-Wl,--version-script={exports}"] if exports.exists() else []
     scratch = library.with_suffix(f".{os.getpid()}.so")
-    _run(
-        [os.environ.get("CXX", "g++"), "-shared", *objects, *build_objects(jobs=jobs), *script, "-Wl,--no-undefined"]
-        + ["-ldl", "-lpthread", "-o", scratch]
-    )
+    command: list[str | Path] = [os.environ.get("CXX", "g++"), "-shared", *objects, *build_objects(jobs=jobs), *script]
+    _run([*command, "-Wl,--no-undefined", "-ldl", "-lpthread", "-o", scratch])
     lines = [f"compute_capability\t{capability}"]
     lines += [f"{name}\t{path.resolve()}" for name, path in sorted(kernels.items())]
     library.with_suffix(".ptx_index").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -153,15 +162,18 @@ def build_path(path: str, out: Path, build_dir: Path | None = None, jobs: int = 
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.ptx_emulator.build", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder for the libraries")
-    parser.add_argument("--path", action="append", choices=sorted(DEFAULT_CAPABILITY), help="default: all that are built")
+    parser.add_argument("--out", type=Path, help="folder for the libraries (default: build/emulator/<path>)")
+    parser.add_argument(
+        "--path", action="append", choices=sorted(DEFAULT_CAPABILITY), help="default: all that are built"
+    )
     parser.add_argument("--build-dir", type=Path, default=ROOT / "build", help="the normal build (default: build/)")
     parser.add_argument("--jobs", type=int, default=1, help="compilers that run at once (default 1)")
     arguments = parser.parse_args()
     built = [path for path in DEFAULT_CAPABILITY if (arguments.build_dir / path / "manifest.json").exists()]
     try:
         for path in arguments.path or built:
-            print(build_path(path, arguments.out, arguments.build_dir, arguments.jobs))
+            out = arguments.out or ROOT / "build" / "emulator" / path
+            print(build_path(path, out, arguments.build_dir, arguments.jobs))
     except EmulatorBuildError as error:
         print(error, file=sys.stderr)
         return 1

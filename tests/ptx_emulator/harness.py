@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from tests.ptx_emulator import build
+from . import build
 
 KERNELS = Path(__file__).parent / "kernels"
 
@@ -72,11 +73,19 @@ class UnitKernels:
         What nvcc compiles for, ``"80"`` or ``"90a"``.
     capability : str
         Compute capability of the device model.
+    library_file : Path, optional
+        A library that is already linked; the other arguments are then not used.
     """
 
-    def __init__(self, source: str = "entry.cu", architecture: str = "80", capability: str = "9.0") -> None:
-        library = build_unit_library(source, architecture, capability)
-        self.library = ctypes.CDLL(str(library))
+    def __init__(
+        self,
+        source: str = "entry.cu",
+        architecture: str = "80",
+        capability: str = "9.0",
+        library_file: Path | None = None,
+    ) -> None:
+        self.file = library_file or build_unit_library(source, architecture, capability)
+        self.library = ctypes.CDLL(str(self.file))
         self.library.flash_ext_test_error.restype = ctypes.c_char_p
 
     def launch(
@@ -97,6 +106,21 @@ class UnitKernels:
         )
         if code != 0:
             raise LaunchError(code, self.library.flash_ext_test_error(code).decode())
+
+    def with_ptx(self, folder: Path, edit: Callable[[str], str]) -> UnitKernels:
+        """The same kernels, their PTX edited: in a copy of the library in ``folder``."""
+        library = folder / "libunit.so"
+        shutil.copy(self.file, library)
+        lines = []
+        for line in self.file.with_suffix(".ptx_index").read_text(encoding="utf-8").splitlines():
+            name, value = line.split("\t")
+            if name != "compute_capability":
+                edited = folder / "edited.ptx"
+                edited.write_text(edit(Path(value).read_text(encoding="utf-8")), encoding="utf-8")
+                value = str(edited)
+            lines.append(f"{name}\t{value}")
+        library.with_suffix(".ptx_index").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return UnitKernels(library_file=library)
 
     def statistics(self) -> Statistics:
         """Of the latest launch."""

@@ -1,10 +1,10 @@
 """Removes one synchronisation instruction of a kernel at a time and sees whether anything notices.
 
 ``python -m tests.ptx_emulator.mutate --path sm80`` runs every kernel of the emulated library on a few small cases that
-execute all of its barriers, waits, commits and fences; then, for each of them, the same cases without it. Noticed means:
-the happens-before checker reports a hazard, the launch deadlocks or breaks another rule, or a result changes. What
-nobody notices must be listed in ``redundant_synchronization.toml`` with the reason; the run fails on an unlisted one, on
-a listed one that is noticed after all, and on an instruction that no case executes.
+execute all of its barriers, waits, commits and fences; then, for each of them, the same cases without it. Noticed
+means: the happens-before checker reports a hazard, the launch deadlocks or breaks another rule, or a result changes.
+What nobody notices must be listed in ``redundant_synchronization.toml`` with the reason; the run fails on an unlisted
+one, on a listed one that is noticed after all, and on an instruction that no case executes.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ import argparse
 import ctypes
 import os
 import sys
-import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,9 +104,7 @@ class EmulatedLibrary:
         size = 1 << 16
         while True:
             buffer = ctypes.create_string_buffer(size)
-            needed = getattr(self._library, f"flash_ext_emulator_{function}")(
-                *arguments, buffer, ctypes.c_uint64(size)
-            )
+            needed = getattr(self._library, f"flash_ext_emulator_{function}")(*arguments, buffer, ctypes.c_uint64(size))
             if needed <= size:
                 return buffer.value.decode() if needed else None
             size = int(needed)
@@ -199,7 +201,10 @@ def _reason(kernel: dict[str, Any], calls: Sequence[dict[str, Any]], expected: S
 
 
 def mutate(
-    library: EmulatedLibrary, kernel: dict[str, Any], numbers: Sequence[int] | None = None, own_kernels_only: bool = True
+    library: EmulatedLibrary,
+    kernel: dict[str, Any],
+    numbers: Sequence[int] | None = None,
+    own_kernels_only: bool = True,
 ) -> list[Report]:
     """Run the mutations of the kernels that the calls of one row of the registry launch.
 
@@ -247,7 +252,9 @@ def listed_redundancies(kernel: str) -> dict[tuple[str, int], str]:
     table = tomllib.loads(REDUNDANT_FILE.read_text(encoding="utf-8"))
     listed = {}
     for row in table.get("redundant", []):
-        if kernel in row["kernels"] or any(name.endswith("*") and kernel.startswith(name[:-1]) for name in row["kernels"]):
+        if kernel in row["kernels"] or any(
+            name.endswith("*") and kernel.startswith(name[:-1]) for name in row["kernels"]
+        ):
             listed[row["opcode"], row["ordinal"]] = row["reason"]
     return listed
 

@@ -1,0 +1,79 @@
+"""Removing one synchronisation instruction is noticed: in a unit kernel, and in a kernel of each path and direction."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers.paths import KERNEL_PATHS, emulated_library_dir
+from ptx_emulator.harness import LaunchError, UnitKernels, emulator_options
+from ptx_emulator.mutate import EmulatedLibrary
+
+# The first test of a run may have to compile the emulator.
+pytestmark = [
+    pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc"),
+    pytest.mark.timeout(600),
+]
+
+ROOT = Path(__file__).parents[1]
+# One kernel of each path and direction: the first of the registry with these properties.
+SHORT = {"dtype": "bf16", "head_dim": 64, "head_dim_v": 64}
+
+
+@pytest.mark.parametrize("schedule", ["eager", "lazy"])
+def test_each_removal_in_the_copy_pipeline_is_noticed(schedule: str) -> None:
+    """All waits, commits and barriers of the unit kernel, whether or not the result comes out wrong."""
+    kernels = UnitKernels()
+    values, out = np.ones((6, 512), np.float32), np.zeros(512, np.float32)
+    kernels.launch("copy_pipeline", 1, 128, values, out, 6, 0)
+    instructions = EmulatedLibrary(kernels.file).synchronization("copy_pipeline")
+    assert {instruction.opcode for instruction in instructions} == {
+        "cp.async.commit_group",
+        "cp.async.wait_group",
+        "bar.sync",
+    }
+    unnoticed = []
+    for instruction in instructions:
+        with emulator_options(schedule=schedule, remove=instruction.number, remove_kernel="copy_pipeline", quiet=1):
+            try:
+                kernels.launch("copy_pipeline", 1, 128, values, out, 6, 0)
+            except LaunchError:
+                continue
+            unnoticed.append(instruction)
+    # The compiler peels the first turn of the loop, where nothing has been read yet, and the last wait finds no copies.
+    assert [(instruction.opcode, instruction.number) for instruction in unnoticed] == [
+        ("bar.sync", next(i.number for i in instructions if i.opcode == "bar.sync")),
+        ("cp.async.wait_group", instructions[-1].number),
+    ]
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("library", KERNEL_PATHS)
+def test_each_removal_in_a_kernel_is_noticed(library: str, direction: str) -> None:
+    """One kernel through `python -m tests.ptx_emulator.mutate`; the full run takes all."""
+    folder = emulated_library_dir(library)
+    if folder is None:
+        pytest.skip(f"libflash_ext_{library}.so is not linked with the emulator")
+    environment = dict(os.environ, FLASH_EXT_LIBRARY_DIR=str(folder), FLASH_EXT_EMULATE=library)
+    environment.pop("FLASH_EXT_PATH", None)
+    list_kernels = "import json, flash_ext; print(json.dumps(flash_ext.kernels()))"
+    rows = json.loads(
+        subprocess.run(
+            [sys.executable, "-c", list_kernels], env=environment, cwd=ROOT, check=True, capture_output=True, text=True
+        ).stdout
+    )
+    wanted = {"path": library, "direction": direction, **SHORT}
+    names = [row["name"] for row in rows if all(row[key] == value for key, value in wanted.items())]
+    if not names:
+        pytest.skip(f"no {direction} kernel of {library} is built")
+    command = [sys.executable, "-m", "tests.ptx_emulator.mutate", "--path", library]
+    command += ["--library-dir", str(folder), "--kernel", names[0]]
+    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "removals noticed" in result.stdout

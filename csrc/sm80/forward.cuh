@@ -45,7 +45,10 @@ struct ForwardTile {
     int warps;               // per CTA
     int ctas = 1;            // CTAs per SM that the register budget leaves room for
     int q_in_registers = 0;  // 1: Q's fragments are read from shared memory once
-    int park_sums = 0;       // 1: row sums wait in shared memory while S is made: two to four registers for Q K^T
+    // Ways to save registers where 128 x 64 scores and 128 x d_v outputs leave too few; each costs time in every step.
+    int park_sums = 0;         // 1: row sums wait in shared memory while S is made
+    int remake_addresses = 0;  // 1: shared-memory addresses are made anew in each step instead of kept
+    int remake_pointers = 0;   // 1: the same for the pointers into K and V
 };
 
 // What the host works out once for all CTAs of a launch.
@@ -365,18 +368,26 @@ struct Forward {
 
         const uint32_t q_smem = static_cast<uint32_t>(__cvta_generic_to_shared(smem));
         constexpr uint32_t kKOffset = kQBytes, kVOffset = kQBytes + kStages * kKBytes;  // from q_smem
-        // Copies of a block of keys; their source is worked out each time, for a pointer kept costs two registers.
-        const auto copy_k = [&](const char* keys, int thread, int block, int stage, int rows) {
-            const char* source =
-                keys + block * arguments.k_block_stride + KLoader::source_offset(thread, params.k.stride_row * 2);
+        // This thread's first chunk of the block of keys that is copied next, unless worked out for each copy.
+        const char *k_source = nullptr, *v_source = nullptr;
+        const auto k_source_at = [&](const char* keys, int thread, int block) {
+            return keys + block * arguments.k_block_stride + KLoader::source_offset(thread, params.k.stride_row * 2);
+        };
+        const auto v_source_at = [&](const char* values, int thread, int block) {
+            return values + block * arguments.v_block_stride + VLoader::source_offset(thread, params.v.stride_row * 2);
+        };
+        const auto copy_k = [&](bool is_first, int thread, int block, int stage, int rows) {
+            const char* source = kTile.remake_pointers && !is_first ? k_source_at(plan.keys, thread, block) : k_source;
             KLoader::load(q_smem + KLoader::smem_offset(thread) + kKOffset + stage * kKBytes, source,
                           arguments.k_pass_stride, rows, params.head_dim, thread);
+            k_source -= arguments.k_block_stride;
         };
-        const auto copy_v = [&](const char* values, int thread, int block, int stage, int rows) {
+        const auto copy_v = [&](bool is_first, int thread, int block, int stage, int rows) {
             const char* source =
-                values + block * arguments.v_block_stride + VLoader::source_offset(thread, params.v.stride_row * 2);
+                kTile.remake_pointers && !is_first ? v_source_at(plan.values, thread, block) : v_source;
             VLoader::load(q_smem + VLoader::smem_offset(thread) + kVOffset + stage * kVBytes, source,
                           arguments.v_pass_stride, rows, params.head_dim_v, thread);
+            v_source -= arguments.v_block_stride;
         };
 
         float slope_log2 = 0.f;
@@ -403,9 +414,11 @@ struct Forward {
             QLoader::load(q_smem + QLoader::smem_offset(thread), q_source, arguments.q_pass_stride,
                           own_plan.rows_used - QLoader::row(thread), params.head_dim, thread);
             if constexpr (kTile.q_in_registers) ptx::cp_async_commit_group();
+            k_source = k_source_at(own_plan.keys, thread, block);
+            v_source = v_source_at(own_plan.values, thread, block);
             const int keys_left = own_plan.mask.seqlen_k - block * kBlockN;
-            copy_k(own_plan.keys, thread, block, 0, keys_left - KLoader::row(thread));
-            if constexpr (kStages > 1) copy_v(own_plan.values, thread, block, 0, keys_left - VLoader::row(thread));
+            copy_k(true, thread, block, 0, keys_left - KLoader::row(thread));
+            if constexpr (kStages > 1) copy_v(true, thread, block, 0, keys_left - VLoader::row(thread));
             ptx::cp_async_commit_group();
             if constexpr (kTile.q_in_registers) {
                 ptx::cp_async_wait_group<1>();
@@ -421,20 +434,21 @@ struct Forward {
 
         const auto step = [&]<bool kMasked>() {
             const int stage = (plan.blocks.end - 1 - block) % kStages;
-            const int step_thread = ptx::tid_x();  // read anew: addresses made of it are cheaper to make than to keep
+            // What comes from %tid read anew cannot be kept across steps; see ForwardTile.
+            const int step_thread = kTile.remake_addresses ? ptx::tid_x() : thread;
+            const int place_thread = ptx::tid_x();
             ptx::cp_async_wait_group<0>();
             __syncthreads();  // K[j] (and Q; kStages 2: V[j]) is there; no warp still reads what is filled next
             if constexpr (kStages == 1) {
-                copy_v(plan.values, step_thread, block, 0,
-                       plan.mask.seqlen_k - block * kBlockN - VLoader::row(step_thread));
+                copy_v(false, step_thread, block, 0, plan.mask.seqlen_k - block * kBlockN - VLoader::row(step_thread));
             } else if (block > plan.blocks.begin) {
                 // Only the last block, which is behind us, can end before its last key.
-                copy_k(plan.keys, step_thread, block - 1, stage ^ 1, kBlockN);
-                copy_v(plan.values, step_thread, block - 1, stage ^ 1, kBlockN);
+                copy_k(false, step_thread, block - 1, stage ^ 1, kBlockN);
+                copy_v(false, step_thread, block - 1, stage ^ 1, kBlockN);
             }
             ptx::cp_async_commit_group();
 
-            float2* parked = reinterpret_cast<float2*>(smem + kSumsOffset) + step_thread * kMTiles;
+            [[maybe_unused]] float2* parked = reinterpret_cast<float2*>(smem + kSumsOffset) + step_thread * kMTiles;
             if constexpr (kTile.park_sums) {
 #pragma unroll
                 for (int m = 0; m < kMTiles; ++m) parked[m] = {softmax.row_sum[m][0], softmax.row_sum[m][1]};
@@ -453,12 +467,12 @@ struct Forward {
             if constexpr (kStages == 1) {
                 ptx::cp_async_wait_group<0>();
                 __syncthreads();  // V[j] is there; all warps are done with K[j]
-                if (block > plan.blocks.begin) copy_k(plan.keys, step_thread, block - 1, 0, kBlockN);
+                if (block > plan.blocks.begin) copy_k(false, step_thread, block - 1, 0, kBlockN);
                 ptx::cp_async_commit_group();
             }
             const int first_key = block * kBlockN;
-            const Place place{plan.row_begin + step_thread / 32 * kWarpRows + step_thread % 32 / 4,
-                              step_thread % 4 * 2};
+            const Place place{plan.row_begin + place_thread / 32 * kWarpRows + place_thread % 32 / 4,
+                              place_thread % 4 * 2};
             if constexpr (kRich) transform_scores(s_frag, arguments, slope_log2, place, plan.mask.shift, first_key);
             if constexpr (kMasked) mask_scores(s_frag, plan.mask, place, first_key);
             const float scale_log2 = kRich ? 1.f : arguments.scale_log2;

@@ -19,7 +19,7 @@ struct TileOrder {
     FastDivisor section;       // heads of a section
     FastDivisor last_section;  // of the last one
     FastDivisor per_section;   // tiles of a section
-    int32_t sections;
+    int64_t sections;
     int32_t is_large;  // 1: positions beyond 2^31, so divide in 64 bits
 };
 
@@ -39,7 +39,9 @@ inline TileOrder make_tile_order(int64_t heads, int64_t tiles, bool heaviest_fir
         section = section > kMaxHeads ? kMaxHeads : section;
         section = section > heads ? heads : section;
     }
-    const int64_t sections = (heads + section - 1) / section;
+    // The rest of the division goes to the last section: it decides how evenly the launch ends, so it must not be small.
+    const int64_t sections = heads / section > 0 ? heads / section : 1;
+    section = heads / sections > 0 ? heads / sections : 1;
     TileOrder order;
     order.heads = heads;
     order.tiles = static_cast<int32_t>(tiles);
@@ -48,7 +50,7 @@ inline TileOrder make_tile_order(int64_t heads, int64_t tiles, bool heaviest_fir
     order.last_section = make_fast_divisor(static_cast<uint32_t>(heads - (sections - 1) * section));
     order.is_large = heads * tiles > INT32_MAX;
     order.per_section = make_fast_divisor(order.is_large ? 1 : static_cast<uint32_t>(section * tiles));
-    order.sections = static_cast<int32_t>(order.is_large ? 0 : sections);
+    order.sections = sections;
     return order;
 }
 
@@ -57,16 +59,19 @@ __device__ __forceinline__ TileIndex tile_at(const TileOrder& order, uint64_t po
     TileIndex index;
     if (order.is_large) {
         const uint64_t section = order.section.divisor;
-        const uint64_t first_head = position / (section * order.tiles) * section;
+        const uint64_t last = static_cast<uint64_t>(order.sections) - 1;
+        const uint64_t number = min(position / (section * order.tiles), last);
+        const uint64_t first_head = number * section;
         const uint64_t rest = position - first_head * order.tiles;
-        const uint64_t heads_here = min(section, static_cast<uint64_t>(order.heads) - first_head);
+        const uint64_t heads_here = number == last ? static_cast<uint64_t>(order.heads) - first_head : section;
         index.head = static_cast<int64_t>(first_head + rest % heads_here);
         index.tile = static_cast<int32_t>(rest / heads_here);
     } else {
-        const Quotient section = divide(static_cast<uint32_t>(position), order.per_section);
-        const bool is_last = section.quotient == static_cast<uint32_t>(order.sections) - 1;
-        const Quotient tile = divide(section.remainder, is_last ? order.last_section : order.section);
-        index.head = section.quotient * order.section.divisor + tile.remainder;
+        const uint32_t last = static_cast<uint32_t>(order.sections) - 1;
+        const uint32_t number = min(divide(static_cast<uint32_t>(position), order.per_section).quotient, last);
+        const uint32_t rest = static_cast<uint32_t>(position) - number * order.per_section.divisor;
+        const Quotient tile = divide(rest, number == last ? order.last_section : order.section);
+        index.head = number * order.section.divisor + tile.remainder;
         index.tile = static_cast<int32_t>(tile.quotient);
     }
     if (order.heaviest_first) index.tile = order.tiles - 1 - index.tile;

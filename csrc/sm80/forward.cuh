@@ -139,11 +139,21 @@ struct Forward {
         }
     }
 
+    // The row address `steps` blocks to the right in a buffer of K or V. Where the buffer is always the same, its
+    // offset becomes part of the instruction and all operands share the lane's swizzled addresses; where it is not, the
+    // order is the other way round, so that those addresses depend on the stage and are not kept.
+    template <class Tile>
+    __device__ __forceinline__ static uint32_t k_or_v_address(uint32_t lane_smem, uint32_t offset, int steps) {
+        return kStages == 1 ? Tile::columns_right(lane_smem, steps) + offset
+                            : Tile::columns_right(lane_smem + offset, steps);
+    }
+
     // s_frag = Q K^T. q_resident: Q's fragments, where they stay in registers.
-    // q_lane, k_lane: this lane's row of the block at (0, 0) of the warp's rows of Q and of this step's K.
+    // q_lane: this lane's row of the block at (0, 0) of the warp's rows of Q; k_lane + k_offset: the same of this
+    // step's K.
     template <class QResident>
     __device__ __forceinline__ static void multiply_qk(SFragment& s_frag, const QResident& q_resident, uint32_t q_lane,
-                                                       uint32_t k_lane) {
+                                                       uint32_t k_lane, uint32_t k_offset) {
 #pragma unroll
         for (int m = 0; m < kMTiles; ++m) {
 #pragma unroll
@@ -167,7 +177,7 @@ struct Forward {
 #pragma unroll
             for (int n = 0; n < kNTiles; n += 2) {
                 uint32_t k_frag[4];
-                ptx::ldmatrix_x4(k_frag, KTile::columns_right(k_lane, step) + n * 8 * KTile::kRowBytes);
+                ptx::ldmatrix_x4(k_frag, k_or_v_address<KTile>(k_lane, k_offset, step) + n * 8 * KTile::kRowBytes);
 #pragma unroll
                 for (int m = 0; m < kMTiles; ++m) {
                     mma<kType>(s_frag[m][n], q_frag[m], k_frag[0], k_frag[1]);
@@ -178,7 +188,8 @@ struct Forward {
     }
 
     // o_frag += P V.
-    __device__ __forceinline__ static void multiply_pv(OFragment& o_frag, const SFragment& p_frag, uint32_t v_lane) {
+    __device__ __forceinline__ static void multiply_pv(OFragment& o_frag, const SFragment& p_frag, uint32_t v_lane,
+                                                       uint32_t v_offset) {
 #pragma unroll
         for (int step = 0; step < kPvSteps; ++step) {
             uint32_t p_pack[kMTiles][4];
@@ -193,7 +204,8 @@ struct Forward {
 #pragma unroll
             for (int n = 0; n < kOTiles; n += 2) {
                 uint32_t v_frag[4];
-                ptx::ldmatrix_x4_trans(v_frag, VTile::columns_right(v_lane, n / 2) + step * 16 * VTile::kRowBytes);
+                ptx::ldmatrix_x4_trans(v_frag,
+                                       k_or_v_address<VTile>(v_lane, v_offset, n / 2) + step * 16 * VTile::kRowBytes);
 #pragma unroll
                 for (int m = 0; m < kMTiles; ++m) {
                     mma<kType>(o_frag[m][n], p_pack[m], v_frag[0], v_frag[1]);
@@ -436,7 +448,7 @@ struct Forward {
             const int stage = (plan.blocks.end - 1 - block) % kStages;
             // What comes from %tid read anew cannot be kept across steps; see ForwardTile.
             const int step_thread = kTile.remake_addresses ? ptx::tid_x() : thread;
-            const int place_thread = ptx::tid_x();
+            const int place_thread = kMasked || kRich ? ptx::tid_x() : 0;
             ptx::cp_async_wait_group<0>();
             __syncthreads();  // K[j] (and Q; kStages 2: V[j]) is there; no warp still reads what is filled next
             if constexpr (kStages == 1) {
@@ -455,7 +467,7 @@ struct Forward {
             }
             SFragment s_frag;
             multiply_qk(s_frag, q_resident, q_row_address(q_smem, step_thread),
-                        q_smem + kKOffset + stage * kKBytes + KTile::column_block_offset(0, step_thread % 32));
+                        q_smem + KTile::column_block_offset(0, step_thread % 32), kKOffset + stage * kKBytes);
 
             if constexpr (kTile.park_sums) {
 #pragma unroll
@@ -488,7 +500,7 @@ struct Forward {
                     drop_scores(s_frag, philox, params.dropout_threshold, place, first_key, plan.batch, plan.head);
                 }
             }
-            multiply_pv(o_frag, s_frag, q_smem + kVOffset + stage * kVBytes + VTile::block_offset(0, step_thread % 32));
+            multiply_pv(o_frag, s_frag, q_smem + VTile::block_offset(0, step_thread % 32), kVOffset + stage * kVBytes);
         };
 
         // One pair of loops, walked twice where a window cuts blocks on the left: the masked step is instantiated once.

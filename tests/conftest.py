@@ -196,7 +196,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         for key, reports in reporter.stats.items()
         if stats.get(key, key) in _OUTCOMES
     }
-    counts["deselected"] = max(counts.get("deselected", 0), sum((session.config.stash.get(_REASONS, None) or {}).values()))
+    counts["deselected"] = max(
+        counts.get("deselected", 0), sum((session.config.stash.get(_REASONS, None) or {}).values())
+    )
     FilePath(file).write_text(json.dumps(counts))
 
 

@@ -7,7 +7,7 @@ import torch
 from helpers.cases import Case
 from helpers.check import check
 from helpers.paths import Path
-from helpers.tables import for_cases
+from helpers.tables import for_cases, native_head_dims
 
 # Every step of 8, so every remainder of every tile's head dim.
 HEAD_DIMS = range(8, 257, 8)
@@ -68,7 +68,7 @@ def test_one_query(path: Path, rng: torch.Generator, case: Case, direction: str)
         causal=causal,
         slack=(1, 2, 3),
     )
-    for pair in ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+    for pair in native_head_dims()
     for varlen in (False, True)
     for causal in (False, True)
 )

@@ -88,6 +88,7 @@ def test_layout_of_saved_results(path: Path, rng: torch.Generator, varlen: bool,
         assert_same_bits(name, tensor, other)
 
 
+@pytest.mark.sanitizer
 @pytest.mark.needs("backward", "deterministic")
 @pytest.mark.parametrize("varlen", [False, True])
 @pytest.mark.parametrize(

@@ -121,6 +121,7 @@ BAD_LENGTHS = {
 }
 
 
+@pytest.mark.sanitizer
 @pytest.mark.needs("varlen")
 @pytest.mark.parametrize("name", BAD_LENGTHS)
 @pytest.mark.parametrize("side", ["q", "k", "both"])
@@ -173,6 +174,7 @@ def test_bad_seqused_is_clamped(
     assert_same_bits("lse", got.lse, expected.lse)
 
 
+@pytest.mark.sanitizer
 @pytest.mark.needs("varlen")
 @pytest.mark.parametrize(("slack", "causal", "d"), list(product([(0, 0, 0), (3, 5, 70)], [False, True], [32, 64, 128])))
 @pytest.mark.parametrize("direction", ["forward", "backward"])

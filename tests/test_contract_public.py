@@ -305,6 +305,16 @@ def test_other_dtypes_are_refused(path: Path, dtype: torch.dtype) -> None:
         torch.ops.flash_ext.fwd(x, x, x)
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_dimensions_of_2_to_31_are_refused(path: Path, axis: int) -> None:
+    """Each dimension is below 2^31; offsets are not (test_contract_layout)."""
+    shape = [1, 1, 2, 64]
+    shape[axis] = 2**31
+    x = torch.zeros(1, 1, 2, 64, dtype=torch.bfloat16, device=path.device).expand(shape)
+    with pytest.raises(ValueError, match=r"^flash_ext: q .*2147483648"):
+        torch.ops.flash_ext.fwd(x, x, x)
+
+
 @pytest.mark.parametrize("keywords", [{"num_splits": 0}, {"num_splits": 1}, {"sm_margin": 4}, {"sm_margin": 10_000}])
 def test_accepted_hints(path: Path, rng: torch.Generator, keywords: dict[str, int]) -> None:
     """num_splits 0 and 1 mean one pass, sm_margin leaves multiprocessors free: neither changes a number."""

@@ -71,6 +71,7 @@ def test_scale(path: Path, rng: torch.Generator, case: Case, direction: str) -> 
     check(path, rng, case, direction)
 
 
+@pytest.mark.sanitizer
 @for_cases(
     BASE.with_(
         lengths_q=(70, 131),

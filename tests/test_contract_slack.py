@@ -52,6 +52,7 @@ def test_slack_with_options(path: Path, rng: torch.Generator, case: Case, direct
     check(path, rng, case, direction)
 
 
+@pytest.mark.sanitizer
 @for_cases(
     Case(
         lengths_q=tuple(sq for sq, _ in pairs),

@@ -23,6 +23,7 @@ struct ForwardArguments {
     unsigned long long*
         positions;              // next position to hand out beyond the first of each CTA; nullptr: every gridDim.x-th
     int32_t v_tail_is_garbage;  // 1: what TMA brings from behind a sequence's keys may be anything
+    int32_t shares_keys;        // 1: clusters of two CTAs, each loads half of every block of keys for both
     float scale_log2;           // softmax_scale * log2(e)
     float inner_scale;          // softmax_scale / softcap
     float softcap_log2;         // softcap * log2(e)

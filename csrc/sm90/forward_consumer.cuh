@@ -1,0 +1,288 @@
+// A consumer warpgroup of the sm90 forward: S = Q K^T, softmax, O += P V, and the results.
+#pragma once
+
+#include <stdint.h>
+
+#include <cutlass/arch/barrier.h>
+#include <cute/arch/mma_sm90_gmma.hpp>
+
+#include "core/numeric.cuh"
+#include "sm90/forward_plan.cuh"
+#include "sm90/forward_shape.cuh"
+#include "sm90/output.cuh"
+#include "sm90/scores.cuh"
+#include "sm90/softmax.cuh"
+#include "sm90/wgmma.cuh"
+
+namespace flash_ext::sm90 {
+
+template <class Shape>
+struct ForwardConsumer : Shape {
+    using Shape::kBlockM, Shape::kBlockN, Shape::kStages, Shape::kQBuffers, Shape::kPlans, Shape::kCluster;
+    using Shape::kDataType, Shape::kIsRich, Shape::kQkSteps, Shape::kOutColumns;
+    using Shape::kQBytes, Shape::kKBytes, Shape::kVBytes, Shape::kKOffset, Shape::kVOffset;
+    using Shape::kRows, Shape::kWarpgroups, Shape::kOverlap, Shape::kPingPong, Shape::kCrossTile;
+    using typename Shape::Control, typename Shape::SFragment, typename Shape::PFragment, typename Shape::OFragment;
+
+    // One warpgroup.
+    __device__ __forceinline__ static void consume(const ForwardArguments& arguments, unsigned char* smem,
+                                                   Control& control, int warpgroup, int thread) {
+        const ForwardParams& params = arguments.params;
+        const uint32_t smem_address = cute::cast_smem_ptr_to_uint(smem);
+        const uint64_t q_base = panel_descriptor(smem_address + warpgroup * kRows * kPanelRowBytes, 0);
+        const uint64_t k_base = panel_descriptor(smem_address + kKOffset, 0);
+        const uint64_t v_base = panel_descriptor(smem_address + kVOffset, kBlockN * kPanelRowBytes);
+        const int lane = thread % 32, row = thread / 32 * 16 + lane / 4;  // row of half 0 in the warpgroup's rows
+
+        SFragment s_frag;
+        PFragment p_frag;
+        OFragment o_frag;
+        WarpgroupSoftmax softmax;
+        Ring<kPlans> plans;
+        Ring<kQBuffers> q;
+        Ring<kStages> k, v;
+
+        // What is asked of the plan inside the loops, the same in all lanes.
+        struct Walk {
+            const ForwardPlan* plan;
+            uint32_t plan_index;
+            KeyBlocks blocks;
+            int skipped;  // blocks of the tile before this warpgroup's first
+        } tile{};
+
+        const auto wait_turn = [&] {
+            if constexpr (kPingPong) cutlass::arch::NamedBarrier::sync(256, warpgroup);
+        };
+        const auto pass_turn = [&] {
+            if constexpr (kPingPong) cutlass::arch::NamedBarrier::arrive(256, (warpgroup + 1) % kWarpgroups);
+        };
+        const auto release = [&](uint64_t* empty) {
+            if (lane == 0) Barrier::arrive(empty);
+        };
+        // The same for a stage of K or V, which the other CTA of a pair fills as well.
+        const auto release_keys = [&](uint64_t* empty) {
+            if constexpr (kCluster == 1) {
+                release(empty);
+            } else {
+                Barrier::arrive(empty, /*cta_id=*/lane, /*pred=*/lane <= arguments.shares_keys);
+            }
+        };
+        // Blocks that another warpgroup of the tile needs and this one does not: hand them back, keep the order of
+        // turns. K and V of a block together, where there may be more of them than stages: the other warpgroup's next K
+        // waits for its V, and its V for this one.
+        const auto skip_keys = [&](int count) {
+#pragma unroll 1
+            for (; count > 0; --count) {
+                Barrier::wait(&control.k_full[k.index], k.phase);
+                release_keys(&control.k_empty[k.index]);
+                k.advance();
+                wait_turn();
+                pass_turn();
+            }
+        };
+        const auto skip_values = [&](int count) {
+#pragma unroll 1
+            for (; count > 0; --count) {
+                Barrier::wait(&control.v_full[v.index], v.phase);
+                release_keys(&control.v_empty[v.index]);
+                v.advance();
+            }
+        };
+        const auto skip_blocks = [&](int count) {
+#pragma unroll 1
+            for (; count > 0; --count) {
+                skip_keys(1);
+                skip_values(1);
+            }
+        };
+        const auto issue_qk = [&](uint64_t q_descriptor) {
+            Barrier::wait(&control.k_full[k.index], k.phase);
+            const uint64_t k_descriptor = k_base + uniform(k.index) * (kKBytes >> 4);
+            wait_turn();
+            fence_operand(s_frag);
+            cute::warpgroup_arrive();
+#pragma unroll
+            for (int step = 0; step < kQkSteps; ++step) {
+                multiply_ss<kDataType, kBlockN>(s_frag, q_descriptor + column_step(step, kBlockM),
+                                                k_descriptor + column_step(step, kBlockN), step > 0);
+            }
+            cute::warpgroup_commit_batch();
+        };
+        const auto issue_pv = [&] {
+            Barrier::wait(&control.v_full[v.index], v.phase);
+            const uint64_t v_descriptor = v_base + uniform(v.index) * (kVBytes >> 4);
+            fence_operand(o_frag);
+            fence_operand(p_frag);
+            cute::warpgroup_arrive();
+#pragma unroll
+            for (int step = 0; step < kBlockN / 16; ++step) {
+                multiply_rs<kDataType, kOutColumns>(o_frag, p_frag + 4 * step, v_descriptor + row_step(step));
+            }
+            cute::warpgroup_commit_batch();
+        };
+        const auto s_is_done = [&] {
+            fence_operand(s_frag);
+            release_keys(&control.k_empty[k.index]);
+            k.advance();
+        };
+        const auto o_is_done = [&] {
+            fence_operand(o_frag);
+            fence_operand(p_frag);
+            release_keys(&control.v_empty[v.index]);
+            v.advance();
+        };
+        const auto place_of = [&](const ForwardPlan& plan) {
+            return Place{plan.row_begin + warpgroup * kRows + row, lane % 4 * 2};
+        };
+        const float scale_log2 = kIsRich ? 1.f : arguments.scale_log2;
+        float slope_log2 = 0.f;
+        PhiloxKey philox{};
+        const bool drops = kIsRich && params.rng_state != nullptr && params.dropout_threshold > 0;
+        if (drops) philox = philox_key(params.rng_state);
+
+        const auto to_scores = [&](int block) {
+            if constexpr (kIsRich) {
+                transform_scores(s_frag, arguments.scale_log2, arguments.inner_scale, arguments.softcap_log2,
+                                 slope_log2, place_of(*tile.plan), tile.plan->mask.shift, block * kBlockN);
+            }
+        };
+        const auto mask = [&](int block) {
+            mask_scores(s_frag, tile.plan->mask, place_of(*tile.plan), block * kBlockN);
+        };
+        const auto to_p = [&](int block) {
+            if (drops) {
+                drop_scores(s_frag, philox, params.dropout_threshold, place_of(*tile.plan), block * kBlockN,
+                            tile.plan->output.batch, tile.plan->output.head);
+            }
+#pragma unroll
+            for (int i = 0; i < kBlockN / 4; ++i) p_frag[i] = pack<kDataType>(s_frag[2 * i], s_frag[2 * i + 1]);
+        };
+        const auto write = [&](const TileOutput& output, bool has_blocks) {
+            write_rows<kDataType, kOutColumns>(o_frag, softmax, arguments, output, warpgroup * kRows + row, lane,
+                                               has_blocks, scale_log2, kIsRich ? arguments.dropout_scale : 1.f);
+        };
+        const auto release_plan = [&](uint32_t index) {
+            __syncwarp();  // all lanes have read it
+            release(&control.plan_empty[index]);
+        };
+
+        // The next tile in which this warpgroup has blocks to walk; false: there is none. Tiles without are done here.
+        const auto next_tile = [&]() -> bool {
+            for (;;) {
+                const uint32_t index = plans.index;
+                Barrier::wait(&control.plan_full[index], plans.phase);
+                const ForwardPlan& plan = control.plans[index];
+                if (uniform(plan.output.rows) == 0) return false;
+                plans.advance();
+                const KeyBlocks blocks{uniform(plan.blocks[warpgroup].begin),
+                                       uniform(plan.blocks[warpgroup].full_begin),
+                                       uniform(plan.blocks[warpgroup].full_end), uniform(plan.blocks[warpgroup].end)};
+                const int count = uniform(plan.end - plan.begin);
+                if (blocks.end > blocks.begin) {
+                    tile = {&plan, index, blocks, uniform(plan.end) - blocks.end};
+                    if constexpr (kIsRich) {
+                        if (params.alibi_slopes != nullptr) {
+                            slope_log2 =
+                                params.alibi_slopes[plan.output.batch * params.alibi_stride_batch + plan.output.head] *
+                                kLog2E;
+                        }
+                    }
+                    return true;
+                }
+                if (count > 0) {
+                    Barrier::wait(&control.q_full[q.index], q.phase);
+                    release(&control.q_empty[q.index]);
+                    q.advance();
+                    skip_blocks(count);
+                }
+                write(plan.output, false);
+                release_plan(index);
+            }
+        };
+        const auto issue_first_qk = [&]() -> uint64_t {
+            skip_keys(tile.skipped);
+            Barrier::wait(&control.q_full[q.index], q.phase);
+            const uint64_t q_descriptor = q_base + uniform(q.index) * (kQBytes >> 4);
+            issue_qk(q_descriptor);
+            pass_turn();
+            return q_descriptor;
+        };
+
+        if constexpr (kPingPong) {
+            if (warpgroup == kWarpgroups - 1) pass_turn();  // the first turn is warpgroup 0's
+        }
+        if (!next_tile()) return;
+        uint64_t q_descriptor = issue_first_qk();
+        for (;;) {
+            int block = tile.blocks.end - 1;
+            float rescale[2];
+            cute::warpgroup_wait<0>();
+            s_is_done();
+            softmax.reset();
+            to_scores(block);
+            if (block >= tile.blocks.full_end || block < tile.blocks.full_begin) mask(block);
+            softmax.template update<true>(s_frag, scale_log2, rescale);
+            to_p(block);
+            skip_values(tile.skipped);
+#pragma unroll
+            for (int i = 0; i < kOutColumns / 2; ++i) o_frag[i] = 0.f;
+            --block;
+
+            // From here on P of block + 1 and O wait for their product.
+            const auto step = [&]<bool kMasked>() {
+                issue_qk(q_descriptor);
+                issue_pv();
+                pass_turn();
+                cute::warpgroup_wait<kOverlap ? 1 : 0>();
+                s_is_done();
+                to_scores(block);
+                if constexpr (kMasked) mask(block);
+                const bool grows = softmax.template update<kMasked>(s_frag, scale_log2, rescale);
+                if constexpr (kOverlap) cute::warpgroup_wait<0>();
+                fence_operand(s_frag);
+                o_is_done();
+                if (grows) {
+#pragma unroll
+                    for (int i = 0; i < kOutColumns / 2; ++i) o_frag[i] *= rescale[i % 4 / 2];
+                }
+                to_p(block);
+            };
+            // Two rounds of one pair of loops, not three loops: the masked step is instantiated once.
+            int masked_end = tile.blocks.full_end;
+#pragma unroll 1
+            for (int round = 0; round < 2; ++round) {
+#pragma unroll 1
+                for (; block >= masked_end; --block) step.template operator()<true>();
+#pragma unroll 1
+                for (; block >= tile.blocks.full_begin; --block) step.template operator()<false>();
+                masked_end = tile.blocks.begin;
+            }
+            release(&control.q_empty[q.index]);
+            q.advance();
+
+            issue_pv();
+            cute::warpgroup_wait<0>();
+            o_is_done();
+            skip_blocks(tile.blocks.begin - uniform(tile.plan->begin));
+
+            // The plan goes back before another is waited for: next_tile may need more than there are slots.
+            const TileOutput done = tile.plan->output;
+            release_plan(tile.plan_index);
+            if constexpr (kCrossTile) {
+                const bool is_last = !next_tile();
+                if (is_last) {
+                    write(done, true);
+                    return;
+                }
+                q_descriptor = issue_first_qk();
+                write(done, true);
+            } else {
+                write(done, true);
+                if (!next_tile()) return;
+                q_descriptor = issue_first_qk();
+            }
+        }
+    }
+};
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,192 @@
+// The producer warps of the sm90 forward: what is done next, and its Q, K and V.
+#pragma once
+
+#include <stdint.h>
+
+#include <cutlass/arch/barrier.h>
+#include <cute/arch/cluster_sm90.hpp>
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "sm90/forward_plan.cuh"
+#include "sm90/forward_shape.cuh"
+#include "sm90/tensor_map.cuh"
+#include "sm90/wgmma.cuh"
+
+namespace flash_ext::sm90 {
+
+template <class Shape>
+struct ForwardProducer : Shape {
+    using Shape::kBlockM, Shape::kBlockN, Shape::kStages, Shape::kQBuffers, Shape::kPlans, Shape::kCluster;
+    using Shape::kPrefetch, Shape::kKeyBoxRows, Shape::kPanels, Shape::kPanelsV;
+    using Shape::kQBytes, Shape::kKBytes, Shape::kVBytes, Shape::kKOffset, Shape::kVOffset;
+    using typename Shape::Control;
+
+    // One thread: starts the copies of kTileRows rows into shared memory, in boxes of kBoxRows; their bytes arrive at
+    // the barrier. shares: this CTA copies only the box of its rank, but into both CTAs of the pair, to the same place
+    // and barrier in each; the other CTA does the same with the other box.
+    template <int kTileRows, int kBoxRows, int kTilePanels>
+    __device__ __forceinline__ static void load(const TensorMap& tensor, uint64_t* barrier, unsigned char* tile_smem,
+                                                int row, int head, int batch, bool shares) {
+        constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+        constexpr uint16_t kBoth = 0b11;
+        TransactionBarrier::arrive_and_expect_tx(barrier, kTilePanels * kTileRows * kPanelRowBytes);
+        const int head_coordinate = head * tensor.head_step, batch_coordinate = batch * tensor.batch_step;
+        const int rank = shares ? static_cast<int>(cute::block_rank_in_cluster()) : 0;
+#pragma unroll
+        for (int panel = 0; panel < kTilePanels; ++panel) {
+            unsigned char* panel_smem = tile_smem + panel * kTileRows * kPanelRowBytes;
+            if (shares) {
+                cute::SM90_TMA_LOAD_MULTICAST_4D::copy(
+                    &tensor.map, barrier, kBoth, kHint, panel_smem + rank * kBoxRows * kPanelRowBytes,
+                    panel * kPanelColumns, row + rank * kBoxRows, head_coordinate, batch_coordinate);
+            } else if (tensor.row_step != 0) {
+#pragma unroll
+                for (int i = 0; i < kTileRows; i += kBoxRows) {
+                    cute::SM90_TMA_LOAD_4D::copy(&tensor.map, barrier, kHint, panel_smem + i * kPanelRowBytes,
+                                                 panel * kPanelColumns, row + i, head_coordinate, batch_coordinate);
+                }
+            } else {
+#pragma unroll 1
+                for (int i = 0; i < kTileRows; ++i) {
+                    cute::SM90_TMA_LOAD_4D::copy(&tensor.map, barrier, kHint, panel_smem + i * kPanelRowBytes,
+                                                 panel * kPanelColumns, 0, head_coordinate, batch_coordinate);
+                }
+            }
+        }
+    }
+
+    // One thread: asks the L2 cache for a block of K or V.
+    template <int kTilePanels>
+    __device__ __forceinline__ static void prefetch(const TensorMap& tensor, const ForwardPlan& plan, int block) {
+        if (kPrefetch == 0 || block < plan.begin || tensor.row_step == 0) return;
+#pragma unroll
+        for (int panel = 0; panel < kTilePanels; ++panel) {
+#pragma unroll
+            for (int i = 0; i < kBlockN; i += kKeyBoxRows) {
+                cute::SM90_TMA_LOAD_4D::PREFETCH::copy(
+                    &tensor.map, panel * kPanelColumns, plan.key_row + block * kBlockN + i,
+                    plan.head_k * tensor.head_step, plan.output.batch * tensor.batch_step);
+            }
+        }
+    }
+    template <int kTilePanels>
+    __device__ __forceinline__ static void prefetch_first(const TensorMap& tensor, const ForwardPlan& plan) {
+#pragma unroll 1
+        for (int i = 1; i <= kPrefetch; ++i) prefetch<kTilePanels>(tensor, plan, plan.end - i);
+    }
+
+    // One thread: hands out tiles, a little ahead of their use.
+    __device__ __forceinline__ static void schedule(const ForwardArguments& arguments, Control& control) {
+        const uint64_t positions = static_cast<uint64_t>(arguments.order.heads) * arguments.order.tiles;
+        uint64_t position = blockIdx.x;
+        const auto take_position = [&] {
+            position = arguments.positions != nullptr ? gridDim.x + atomicAdd(arguments.positions, 1ull)
+                                                      : position + gridDim.x;
+        };
+        Ring<kPlans> plans;
+        for (bool is_first = true;; is_first = false) {
+            Barrier::wait(&control.plan_empty[plans.index], plans.phase ^ 1);
+            if (!is_first) take_position();  // as late as possible: the better balanced
+            ForwardPlan& plan = control.plans[plans.index];
+            while (position < positions && !make_plan<kBlockM, kBlockN>(plan, arguments, position)) take_position();
+            const bool is_last = position >= positions;
+            if (is_last) plan.output.rows = 0;
+            Barrier::arrive(&control.plan_full[plans.index]);
+            if (is_last) break;
+            plans.advance();
+        }
+    }
+
+    // One thread.
+    __device__ __forceinline__ static void load_queries(const ForwardArguments& arguments, unsigned char* smem,
+                                                        Control& control) {
+        Ring<kPlans> plans;
+        Ring<kQBuffers> q;
+        for (;;) {
+            Barrier::wait(&control.plan_full[plans.index], plans.phase);
+            const ForwardPlan& plan = control.plans[plans.index];
+            if (plan.output.rows == 0) break;
+            if (plan.end > plan.begin) {
+                Barrier::wait(&control.q_empty[q.index], q.phase ^ 1);
+                load<kBlockM, kBlockM, kPanels>(arguments.q, &control.q_full[q.index], smem + q.index * kQBytes,
+                                                plan.output.tensor_row, plan.output.head, plan.output.batch, false);
+                q.advance();
+            }
+            Barrier::arrive(&control.plan_empty[plans.index]);
+            plans.advance();
+        }
+    }
+
+    // One thread.
+    __device__ __forceinline__ static void load_keys(const ForwardArguments& arguments, unsigned char* smem,
+                                                     Control& control) {
+        Ring<kPlans> plans;
+        Ring<kStages> k;
+        for (;;) {
+            Barrier::wait(&control.plan_full[plans.index], plans.phase);
+            const ForwardPlan& plan = control.plans[plans.index];
+            if (plan.output.rows == 0) break;
+            prefetch_first<kPanels>(arguments.k, plan);
+#pragma unroll 1
+            for (int block = plan.end - 1; block >= plan.begin; --block) {
+                Barrier::wait(&control.k_empty[k.index], k.phase ^ 1);
+                load<kBlockN, kKeyBoxRows, kPanels>(arguments.k, &control.k_full[k.index],
+                                                    smem + kKOffset + k.index * kKBytes, plan.key_row + block * kBlockN,
+                                                    plan.head_k, plan.output.batch,
+                                                    kCluster > 1 && arguments.shares_keys);
+                prefetch<kPanels>(arguments.k, plan, block - kPrefetch);
+                k.advance();
+            }
+            Barrier::arrive(&control.plan_empty[plans.index]);
+            plans.advance();
+        }
+    }
+
+    // One warp.
+    __device__ __forceinline__ static void load_values(const ForwardArguments& arguments, unsigned char* smem,
+                                                       Control& control, int lane) {
+        Ring<kPlans> plans;
+        Ring<kStages> v;
+        uint32_t landed_phase = 0;
+        for (;;) {
+            Barrier::wait(&control.plan_full[plans.index], plans.phase);
+            const ForwardPlan& plan = control.plans[plans.index];
+            if (plan.output.rows == 0) break;
+            if (lane == 0) prefetch_first<kPanelsV>(arguments.v, plan);
+#pragma unroll 1
+            for (int block = plan.end - 1; block >= plan.begin; --block) {
+                Barrier::wait(&control.v_empty[v.index], v.phase ^ 1);
+                unsigned char* v_smem = smem + kVOffset + v.index * kVBytes;
+                const int rows = plan.mask.seqlen_k - block * kBlockN;
+                const bool has_garbage = arguments.v_tail_is_garbage && rows < kBlockN;
+                if (lane == 0) {
+                    load<kBlockN, kKeyBoxRows, kPanelsV>(arguments.v,
+                                                         has_garbage ? &control.v_landed : &control.v_full[v.index],
+                                                         v_smem, plan.key_row + block * kBlockN, plan.head_k,
+                                                         plan.output.batch, kCluster > 1 && arguments.shares_keys);
+                }
+                if (lane == 0) prefetch<kPanelsV>(arguments.v, plan, block - kPrefetch);
+                if (has_garbage) {
+                    Barrier::wait(&control.v_landed, landed_phase);
+                    landed_phase ^= 1;
+                    for (int panel = 0; panel < kPanelsV; ++panel) {
+                        unsigned char* panel_smem = v_smem + panel * kBlockN * kPanelRowBytes;
+#pragma unroll 1
+                        for (int i = rows * kPanelRowBytes + lane * 16; i < kBlockN * kPanelRowBytes; i += 32 * 16) {
+                            *reinterpret_cast<uint4*>(panel_smem + i) = uint4{};
+                        }
+                    }
+                    cutlass::arch::fence_view_async_shared();  // wgmma reads through the async proxy
+                    __syncwarp();
+                    if (lane == 0) Barrier::arrive(&control.v_full[v.index]);
+                }
+                v.advance();
+            }
+            __syncwarp();  // all lanes have read the plan
+            if (lane == 0) Barrier::arrive(&control.plan_empty[plans.index]);
+            plans.advance();
+        }
+    }
+};
+
+}  // namespace flash_ext::sm90

@@ -1,0 +1,110 @@
+// The shape of the sm90 forward for one tile: sizes, shared memory, registers, barriers.
+#pragma once
+
+#include <stdint.h>
+
+#include <cutlass/arch/barrier.h>
+
+#include "core/softmax.cuh"
+#include "params.h"
+#include "sm90/forward_plan.cuh"
+#include "sm90/wgmma.cuh"
+
+namespace flash_ext::sm90 {
+
+// The tile's keys in csrc/kernels.toml.
+struct ForwardTile {
+    int block_m;         // query rows, 64 per consumer warpgroup
+    int block_n;         // key rows
+    int stages;          // buffers of K and of V
+    int warps;           // per CTA: 4 producer warps, 4 per consumer warpgroup
+    int q_buffers = 1;   // 2: Q of the next tile is loaded under this one
+    int ping_pong = 1;   // 1: the warpgroups take turns to issue their products
+    int overlap = 1;     // 1: the softmax runs while the product before it does
+    int cross_tile = 0;  // 1: the first S of the next tile is computed while O of this one is written
+    int cluster = 1;   // 2: where all tiles of a head walk the same keys, pairs of CTAs load each half of them for both
+    int prefetch = 0;  // blocks of keys that are asked for from memory ahead of their copy, beyond the stages
+};
+
+using Barrier = cutlass::arch::ClusterBarrier;
+using TransactionBarrier = cutlass::arch::ClusterTransactionBarrier;
+
+// A position in a ring of kSize buffers. Who fills waits for phase ^ 1, who reads for phase.
+template <int kSize>
+struct Ring {
+    uint32_t index = 0;
+    uint32_t phase = 0;
+    __device__ __forceinline__ void advance() {
+        if constexpr (kSize == 1) {
+            phase ^= 1;
+        } else {
+            ++index;
+            if (index == kSize) {
+                index = 0;
+                phase ^= 1;
+            }
+        }
+    }
+};
+
+// A value that is the same in all lanes, in a uniform register: what wgmma's descriptors and branches are best made of.
+__device__ __forceinline__ int uniform(int value) {
+    return __reduce_max_sync(kAllLanes, value);
+}
+
+template <DataType kType, int kHeadDim, int kHeadDimV, ForwardTile kTile, bool kRich>
+struct ForwardShape {
+    static constexpr DataType kDataType = kType;
+    static constexpr int kQkSteps = kHeadDim / 16;
+    static constexpr int kOutColumns = kHeadDimV;
+    static constexpr bool kIsRich = kRich;
+    static constexpr bool kCrossTile = kTile.cross_tile;
+    static constexpr int kBlockM = kTile.block_m;
+    static constexpr int kBlockN = kTile.block_n;
+    static constexpr int kStages = kTile.stages;
+    static constexpr int kQBuffers = kTile.q_buffers;
+    static constexpr int kThreads = kTile.warps * 32;
+    static constexpr int kWarpgroups = kTile.warps / 4 - 1;
+    static constexpr int kConsumerWarps = 4 * kWarpgroups;
+    static constexpr int kRows = 64;  // of a warpgroup
+    static constexpr int kPlans = 2;
+    static constexpr int kCluster = kTile.cluster;
+    static constexpr int kKeyBoxRows = kBlockN / kCluster;  // of a TMA box of K or V
+    static constexpr int kPrefetch = kTile.prefetch;
+    static constexpr bool kOverlap = kTile.overlap;
+    static constexpr bool kPingPong = kTile.ping_pong && kWarpgroups > 1;
+    static_assert(kTile.warps % 4 == 0);
+    static_assert(kBlockM == kRows * kWarpgroups && kWarpgroups <= ForwardPlan::kMaxWarpgroups);
+    static_assert(kCluster == 1 || kCluster == 2);
+    static_assert(kBlockN % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 32 == 0);
+
+    static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;
+    static constexpr int kPanelsV = (kHeadDimV + kPanelColumns - 1) / kPanelColumns;
+    static constexpr int kQBytes = kPanels * kBlockM * kPanelRowBytes;
+    static constexpr int kKBytes = kPanels * kBlockN * kPanelRowBytes;
+    static constexpr int kVBytes = kPanelsV * kBlockN * kPanelRowBytes;
+    static constexpr int kKOffset = kQBuffers * kQBytes;
+    static constexpr int kVOffset = kKOffset + kStages * kKBytes;
+    static constexpr int kControlOffset = kVOffset + kStages * kVBytes;
+
+    // setmaxnreg shares out what the launch has: threads times the cap that the compiler derives from their number.
+    static constexpr int kProducerRegisters = kWarpgroups == 3 ? 32 : 40;
+    static constexpr int kConsumerRegisters = kWarpgroups == 3 ? 160 : kWarpgroups == 2 ? 232 : 248;
+    static_assert(128 * (kProducerRegisters + kWarpgroups * kConsumerRegisters) <= 65536 / kThreads / 8 * 8 * kThreads);
+
+    struct Control {
+        uint64_t plan_full[kPlans], plan_empty[kPlans];
+        uint64_t q_full[kQBuffers], q_empty[kQBuffers];
+        uint64_t k_full[kStages], k_empty[kStages];
+        uint64_t v_full[kStages], v_empty[kStages];
+        uint64_t v_landed;
+        ForwardPlan plans[kPlans];
+    };
+    static constexpr int64_t kSharedMemory = kControlOffset + sizeof(Control);
+
+    using SFragment = float[kBlockN / 2];
+    using PFragment = uint32_t[kBlockN / 4];
+    using OFragment = float[kHeadDimV / 2];
+};
+
+}  // namespace flash_ext::sm90

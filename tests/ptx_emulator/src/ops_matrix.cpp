@@ -13,11 +13,20 @@ namespace ptx_emulator {
 
 namespace {
 
+// False: not all lanes are there yet. Throws if some are there but predicated off, which .aligned forbids.
+bool whole_warp(const Warp& warp, LaneMask mask) {
+    if (!warp.converged()) return false;
+    if (mask != warp.active()) {
+        raise(Fault::kIllegalInstruction, "an .aligned instruction on lanes %08x of %08x", mask, warp.active());
+    }
+    return true;
+}
+
 // Matrix n of the instruction takes its 8 row addresses from lanes 8n to 8n + 7. Of a row of 8 16-bit elements, lane l
 // holds elements 2 (l % 4) and the next of row l / 4; transposed, of column l / 4.
 template <bool kTranspose>
-Step load_matrix(Warp& warp, const Instruction& i, LaneMask) {
-    if (!warp.converged()) return Step::kBlock;
+Step load_matrix(Warp& warp, const Instruction& i, LaneMask mask) {
+    if (!whole_warp(warp, mask)) return Step::kBlock;
     const uint32_t count = i.list_size[0];
     const uint8_t* rows[32];
     for (uint32_t row = 0; row < 8 * count; ++row) {
@@ -44,8 +53,8 @@ Step load_matrix(Warp& warp, const Instruction& i, LaneMask) {
 }
 
 template <bool kTranspose>
-Step store_matrix(Warp& warp, const Instruction& i, LaneMask) {
-    if (!warp.converged()) return Step::kBlock;
+Step store_matrix(Warp& warp, const Instruction& i, LaneMask mask) {
+    if (!whole_warp(warp, mask)) return Step::kBlock;
     const uint32_t count = i.list_size[0];
     for (uint32_t n = 0; n < count; ++n) {
         const auto* source = warp.lanes<uint32_t>(i.list[0][n]);
@@ -95,8 +104,8 @@ float widen(uint16_t bits) {
 // D (16 x 8) = A (16 x K, row) B (K x 8, column) + C, K = 8 or 16, fp32 accumulators.
 // list: 0 D, 1 A, 2 B, 3 C
 template <bool kBf16, int kDepth>
-Step multiply(Warp& warp, const Instruction& i, LaneMask) {
-    if (!warp.converged()) return Step::kBlock;
+Step multiply(Warp& warp, const Instruction& i, LaneMask mask) {
+    if (!whole_warp(warp, mask)) return Step::kBlock;
     alignas(64) float a[16][kDepth], b[kDepth][8], d[16][8];
     for (int r = 0; r < kDepth / 4; ++r) {
         const auto* registers = warp.lanes<uint32_t>(i.list[1][r]);

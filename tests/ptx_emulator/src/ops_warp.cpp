@@ -58,7 +58,9 @@ Step shuffle(Warp& warp, const Instruction& i, LaneMask mask) {
                 inside = source <= static_cast<int>(last);
                 break;
         }
-        values[lane] = a[inside ? source & 31 : static_cast<int>(lane)];
+        const uint32_t from = inside ? static_cast<uint32_t>(source) & 31 : lane;
+        // What a lane that does not take part holds is undefined.
+        values[lane] = mask & lane_bit(from) ? a[from] : 0xffffffffu;
         valid |= inside ? lane_bit(lane) : 0;
     }
     store_lanes(warp.lanes<uint32_t>(i.dst), values, mask);

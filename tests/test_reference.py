@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from flash_ext.reference.sequences import Options
 from flash_ext.reference.tiles import padded_length, units
 
 Keywords = dict[str, Any]
+T = TypeVar("T")
 HEADS_Q, HEADS_K = 4, 2
 BATCH = 3
 
@@ -204,8 +205,10 @@ def _naive_attention(q: Tensor, k: Tensor, v: Tensor, index: int, keywords: Keyw
     return torch.stack(out_rows).view(sq, heads, -1), torch.stack(lse_rows).view(sq, heads)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize(
+    ("lengths", "form"),
+    [("more_keys", "dense"), ("fewer_keys", "packed"), ("ragged", "dense"), ("ragged", "packed"), ("empty", "packed")],
+)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_oracle_is_naive_attention(rng: torch.Generator, options: str, lengths: str, form: str) -> None:
     """Results and gradients of the oracle are those of attention written out score by score under autograd."""
@@ -320,7 +323,7 @@ LONG = {
     "ragged": [(129, 257), (0, 40), (200, 1)],
     "tiny": [(1, 1), (3, 0), (2, 17)],
 }
-_WIDE_WINDOW = {"window_left": 60, "window_right": 33}
+_WIDE_WINDOW = {"window_left": 10, "window_right": 33}
 
 
 def _cpu_keywords(rng: torch.Generator, options: str) -> Keywords:
@@ -330,10 +333,9 @@ def _cpu_keywords(rng: torch.Generator, options: str) -> Keywords:
     }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("dtype", "form"), [(torch.float16, "dense"), (torch.bfloat16, "packed")])
 @pytest.mark.parametrize("lengths", LONG)
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_cpu_path_keeps_the_accuracy_rule(
     rng: torch.Generator, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, options: str, lengths: str, form: str
 ) -> None:
@@ -385,15 +387,17 @@ def test_gradients_go_where_they_are_asked(rng: torch.Generator, form: str) -> N
 def test_bits_depend_on_the_own_sequence_alone(rng: torch.Generator, threads: int) -> None:
     """A sequence's results and gradients have the bits that it has alone, whatever is batched with it, NaN included."""
 
-    def pick(*values: int) -> int:
+    def pick(*values: T) -> T:
         return values[int(torch.randint(len(values), (), generator=rng))]
 
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         for options in ("plain", "causal", "window", "softcap", "alibi", "sinks_causal"):
-            longest = pick(3, 40, 150, 300)
-            lengths = [(pick(*range(longest + 1)), pick(*range(longest + 1))) for _ in range(pick(2, 5, 12))]
+            span = pick(range(4), range(41), range(151), range(301))
+            if options in ("causal", "window"):  # in step, but their diagonals enter and leave tiles of 128 elsewhere
+                span = range(257, 321)
+            lengths = [(pick(*span), pick(*span)) for _ in range(pick(5, 12))]
             problem = Problem(rng, lengths, "packed", torch.bfloat16, (pick(8, 24, 64, 192), pick(8, 40, 128)))
             for index, (_, sk) in enumerate(lengths):
                 if sk and index % 4 == 1:
@@ -473,7 +477,7 @@ def test_specials_reach_those_that_see_them(rng: torch.Generator, operand: str, 
 
 def test_zero_scale_hides_no_nan() -> None:
     """0 * NaN is NaN: BLAS with a factor of 0 would not read its operands."""
-    q, k, v = (torch.ones(1, 4, 1, 8, dtype=torch.bfloat16) for _ in range(3))
+    q, k, v = (torch.ones(1, 128, 1, 64, dtype=torch.bfloat16) for _ in range(3))
     q[0, 1] = math.nan
     out, lse = reference.fwd(q, k, v, softmax_scale=0.0)
     assert out[0, 1].isnan().all() and lse[0, 0, 1].isnan()

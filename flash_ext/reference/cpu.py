@@ -8,6 +8,10 @@ result is rounded once.
 The lengths are read on the host. On a CPU that costs nothing; where FLASH_EXT_PATH=cpu sends CUDA tensors here it
 synchronises, so such a call cannot be captured in a CUDA graph.
 
+PyTorch's own CPU flash kernel is not used underneath, although in bf16 it is faster by up to a half: on random causal
+inputs of 1024 rows its lse is off by three times the contract's tolerance and the RMS errors of its dk and dv are 1.3
+to 1.5 times the baseline's; in fp16 its backward is ten times slower.
+
 Same bits on every run: every operation here is deterministic, and a row's forward depends on its own sequence alone
 (see `tiles`).
 """
@@ -45,11 +49,11 @@ class _Plan:
         seqlens_q = [options.queries.length[sequence] for sequence in unit.sequences]
         seqlens_k = [options.keys.length[sequence] for sequence in unit.sequences]
         offsets = [sk - sq for sq, sk in zip(seqlens_q, seqlens_k, strict=True)]
-        self._min_q, self._min_k, self._max_k = min(seqlens_q), min(seqlens_k), max(seqlens_k)
+        self._min_k, self._max_k = min(seqlens_k), max(seqlens_k)
         self._min_offset, self._max_offset = min(offsets), max(offsets)
-        self._seqlen_q: Tensor | int = self._min_q
-        self._seqlen_k: Tensor | int = self._min_k
-        if self._min_q != max(seqlens_q) or self._min_k != self._max_k:
+        self._seqlen_q: Tensor | int = seqlens_q[0]
+        self._seqlen_k: Tensor | int = seqlens_k[0]
+        if min(seqlens_q) != max(seqlens_q) or self._min_k != self._max_k:
             self._seqlen_q = torch.tensor(seqlens_q, device=device)[:, None, None, None]
             self._seqlen_k = torch.tensor(seqlens_k, device=device)[:, None, None, None]
         slopes = options.slopes(unit.sequences)
@@ -74,11 +78,14 @@ class _Plan:
         return low < first_key + keys and first_key < high
 
     def seen(self, first_row: int, rows: int, first_key: int, keys: int) -> Tensor | None:
-        """The mask of a tile, (sequences or 1, 1, rows, keys); None if every row sees every key."""
+        """The mask of a tile, (sequences or 1, 1, rows, keys); None if every row sees every key.
+
+        Rows past a sequence's end are no reason for a mask: their q, dO and probabilities are 0 and nothing is stored
+        for them.
+        """
         options, last_row, last_key = self.options, first_row + rows - 1, first_key + keys - 1
         if (
-            last_row < self._min_q
-            and last_key < self._min_k
+            last_key < self._min_k
             and (options.right is None or last_key <= first_row + self._min_offset + options.right)
             and (options.left is None or first_key >= last_row + self._max_offset - options.left)
         ):

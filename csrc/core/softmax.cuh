@@ -97,7 +97,8 @@ struct OnlineSoftmax {
     __device__ __forceinline__ RowResult finish(int m, int half, float scale_log2, bool has_sink, float sink) const {
         float sum = quad_sum(row_sum[m][half]);
         float maximum = row_max[m][half] * scale_log2;
-        const bool has_keys = row_max[m][half] != minus_infinity();
+        // The maximum passes over NaN, the sum does not: a row of NaN alone has keys.
+        const bool has_keys = row_max[m][half] != minus_infinity() || sum != 0.f;
         float factor = 1.f;
         if (!has_keys) maximum = minus_infinity();
         if (has_sink) {

@@ -53,7 +53,7 @@ __device__ __forceinline__ float tanh_ex2(float x) {
     series = fmaf(square, series, 2.f / 15.f);
     series = fmaf(square, series, -1.f / 3.f);
     series = fmaf(square * x, series, x);
-    const float far = 1.f - __fdividef(2.f, ptx::ex2_approx_ftz(fminf(x * (2.f * kLog2E), 126.f)) + 1.f);
+    const float far = 1.f - __fdividef(2.f, ptx::ex2_approx_ftz(x * (2.f * kLog2E)) + 1.f);
     return fabsf(x) < 0.3f ? series : far;
 }
 

@@ -27,6 +27,10 @@
 // it get the score -inf; but 0 * NaN is NaN, so rows of V beyond it are overwritten with zeros (generic stores, then
 // fence.proxy.async) unless they lie outside the tensor, where TMA itself writes zeros.
 //
+// With kCluster = 2 and tiles that all walk the same keys (dense, no mask), two CTAs with neighbouring tiles of a head
+// each copy one half of every block of K and V into the shared memory of both; a stage is empty when the consumers of
+// both have said so.
+//
 // Registers of a consumer thread: S (64 x kBlockN) becomes P, packed in pairs, the A operand of P V; O (64 x d_v) stays
 // to the end and leaves straight to global memory, 16 bytes a lane.
 // Shared memory: kQBuffers of Q, kStages of K, kStages of V, in panels of 64 columns (wgmma.cuh), plans and barriers.

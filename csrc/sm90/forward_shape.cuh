@@ -22,8 +22,8 @@ struct ForwardTile {
     int ping_pong = 1;   // 1: the warpgroups take turns to issue their products
     int overlap = 1;     // 1: the softmax runs while the product before it does
     int cross_tile = 0;  // 1: the first S of the next tile is computed while O of this one is written
-    int cluster = 1;   // 2: where all tiles of a head walk the same keys, pairs of CTAs load each half of them for both
-    int prefetch = 0;  // blocks of keys that are asked for from memory ahead of their copy, beyond the stages
+    int cluster = 1;     // 2: where all tiles of a head walk the same keys, a pair of CTAs loads them once for both
+    int prefetch = 0;    // blocks of keys that are asked for from memory ahead of their copy, beyond the stages
 };
 
 using Barrier = cutlass::arch::ClusterBarrier;
@@ -52,6 +52,7 @@ __device__ __forceinline__ int uniform(int value) {
     return __reduce_max_sync(kAllLanes, value);
 }
 
+// What follows from the template parameters, for producers, consumers and launcher alike.
 template <DataType kType, int kHeadDim, int kHeadDimV, ForwardTile kTile, bool kRich>
 struct ForwardShape {
     static constexpr DataType kDataType = kType;
@@ -76,6 +77,7 @@ struct ForwardShape {
     static_assert(kTile.warps % 4 == 0);
     static_assert(kBlockM == kRows * kWarpgroups && kWarpgroups <= ForwardPlan::kMaxWarpgroups);
     static_assert(kCluster == 1 || kCluster == 2);
+    static_assert(kKeyBoxRows % kSwizzleRows == 0, "a box starts where the swizzle does");
     static_assert(kBlockN % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 32 == 0);
 
     static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import re
 import shutil
 
 import numpy as np
 import pytest
 
+from tests.ptx_emulator.device_arrays import BFLOAT16, FLOAT32, SWIZZLES, aligned_array, tensor_map
+
 pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 
 SCHEDULES = ("eager", "lazy", "random", "pct")
-FLOAT32, BFLOAT16 = 7, 9  # CUtensorMapDataType
-SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # bytes: CUtensorMapSwizzle
 TIMEOUT = 702
 
 
@@ -32,36 +31,6 @@ def schedule(request):
 
     with emulator_options(schedule=request.param, seed=11):
         yield request.param
-
-
-def aligned_bytes(count, alignment):
-    """A zeroed array of bytes that starts at a multiple of alignment."""
-    raw = np.zeros(count + alignment, np.uint8)
-    start = -raw.ctypes.data % alignment
-    return raw[start : start + count]
-
-
-def tensor_map(kernels, tensor, data_type, box, swizzle=0):
-    """An encoded map over a row-major matrix; box: (inner, outer). Returns its 128 bytes, or the error code."""
-    encoded = aligned_bytes(128, 64)
-    rows, columns = tensor.shape
-    code = kernels.library.flash_ext_test_tensor_map(
-        ctypes.c_void_p(encoded.ctypes.data),
-        data_type,
-        ctypes.c_void_p(tensor.ctypes.data),
-        (ctypes.c_uint64 * 2)(columns, rows),
-        ctypes.c_uint64(tensor.strides[0]),
-        (ctypes.c_uint32 * 2)(*box),
-        SWIZZLES[swizzle],
-    )
-    return encoded if code == 0 else code
-
-
-def aligned_array(values):
-    """A copy that starts at a multiple of 256 bytes, as device memory does."""
-    copy = aligned_bytes(values.nbytes, 256).view(values.dtype).reshape(values.shape)
-    copy[...] = values
-    return copy
 
 
 def error_of(kernels, *arguments, **keywords):

@@ -308,6 +308,15 @@ void Checker::global_access(const AsyncAgent& agent, uint32_t lane, uint64_t add
     });
 }
 
+void Checker::tensor_access(const AsyncAgent& agent, Cta& owner, uint32_t column, uint32_t first_lane, uint32_t lanes,
+                            AccessKind kind, bool every_second) {
+    if (!enabled_) return;
+    Actor actor{&agent.knowledge, record_of(agent, kWarpSize, kind), agent.issuer, false};
+    const uint32_t slices = (1u << lanes / kTensorSlice) - 1;
+    const uint32_t mask = slices << first_lane / kTensorSlice & (every_second ? 0x55u : 0xffu);
+    access(owner.tensor_memory.shadow()[column], actor, static_cast<uint16_t>(mask), "tensor memory", column, &owner);
+}
+
 // -------------------------------------------------------------------------------------- programmatic dependent launch
 
 std::shared_ptr<const GridAccesses> Checker::take_accesses() {
@@ -390,7 +399,8 @@ std::string Checker::describe(const AccessRecord& record) const {
 }
 
 void Checker::unwritten(const Actor& actor, const char* space, uint64_t address, const Cta& owner) {
-    if (reports_.size() >= kMaxReports || !reported_.emplace(actor.record.pc, actor.record.pc, "unwritten").second) return;
+    if (reports_.size() >= kMaxReports || !reported_.emplace(actor.record.pc, actor.record.pc, "unwritten").second)
+        return;
     report(format("hazard: %s address 0x%llx of CTA rank %u is read, but nothing has written it\n  %s", space,
                   static_cast<unsigned long long>(address), owner.rank, describe(actor.record).c_str()));
 }

@@ -68,6 +68,9 @@ class Checker {
     void shared_access(const AsyncAgent& agent, uint32_t lane, Cta& owner, uint32_t offset, uint32_t bytes,
                        AccessKind kind);
     void global_access(const AsyncAgent& agent, uint32_t lane, uint64_t address, uint32_t bytes, AccessKind kind);
+    // Of `lanes` lanes of a column of tensor memory; every_second: a product that leaves every second 16 lanes alone.
+    void tensor_access(const AsyncAgent& agent, Cta& owner, uint32_t column, uint32_t first_lane, uint32_t lanes,
+                       AccessKind kind, bool every_second);
     AsyncAgent agent(Warp& issuer, Component stream, uint32_t epoch, bool async_proxy) const;
 
     // ---- order

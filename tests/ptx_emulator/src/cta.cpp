@@ -10,6 +10,7 @@ Cta::Cta(Machine& m, Cluster& c, uint32_t r, Dim3 i) : machine(m), cluster(c), r
     shared.reset(machine.shared_bytes(), machine.program.uses_async_proxy);
     if (machine.checker.enabled()) shared_shadow.resize(machine.shared_bytes() / kGranuleBytes + 1);
     for (Warpgroup& group : warpgroups) machine.async.attach(&group.queue);
+    machine.async.attach(&tensor_pipe.queue);
     const auto threads = static_cast<uint32_t>(machine.config.block.count());
     for (uint32_t first = 0; first < threads; first += kWarpSize) {
         const uint32_t count = std::min(threads - first, kWarpSize);
@@ -20,6 +21,7 @@ Cta::Cta(Machine& m, Cluster& c, uint32_t r, Dim3 i) : machine(m), cluster(c), r
 
 Cta::~Cta() {
     for (Warpgroup& group : warpgroups) machine.async.detach(&group.queue);
+    machine.async.detach(&tensor_pipe.queue);
 }
 
 uint32_t Cta::live_threads() const {
@@ -45,6 +47,14 @@ void Cta::warp_ended(Warp& warp) {
     if (!warp.multiply.settled()) {
         raise(Fault::kIllegalInstruction, "CTA (%u,%u,%u) warp %u ends with wgmma products that nothing waited for",
               id.x, id.y, id.z, warp.index);
+    }
+    if (warp.tensor_memory.stores_outstanding) {
+        raise(Fault::kIllegalInstruction,
+              "CTA (%u,%u,%u) warp %u ends with stores to tensor memory that nothing waited for", id.x, id.y, id.z,
+              warp.index);
+    }
+    if (live_threads() == 0 && tensor_memory.allocated) {
+        raise(Fault::kIllegalInstruction, "CTA (%u,%u,%u) ends with tensor memory allocated", id.x, id.y, id.z);
     }
     for (NamedBarrier& barrier : barriers) recheck_barrier(*this, barrier);
     recheck_cluster_barrier(cluster);

@@ -1,6 +1,7 @@
 // One CTA: shared memory, named barriers, warps.
 #pragma once
 
+#include <deque>
 #include <memory>
 #include <vector>
 
@@ -9,6 +10,7 @@
 #include "named_barrier.h"
 #include "shadow.h"
 #include "shared_memory.h"
+#include "tensor_memory.h"
 #include "types.h"
 #include "warp.h"
 #include "warpgroup.h"
@@ -40,6 +42,9 @@ class Cta {
     MemoryBarriers memory_barriers;
     Warpgroup warpgroups[32 / kWarpgroupWarps];
     RegisterPool register_pool;
+    TensorMemory tensor_memory;
+    TensorPipe tensor_pipe;                       // of the pair, in its even CTA, with .cta_group::2
+    std::deque<PairAllocation> pair_allocations;  // in the even CTA of a pair
 };
 
 }  // namespace ptx_emulator

@@ -98,6 +98,11 @@ void Machine::retire() {
             raise(Fault::kIllegalInstruction, "a cluster ends with bulk copies into its shared memory outstanding: %s",
                   (*it)->bulk_copies.pending().front().what.c_str());
         }
+        for (const auto& cta : (*it)->ctas) {
+            if (cta->tensor_pipe.queue.empty()) continue;
+            raise(Fault::kIllegalInstruction, "a cluster ends with tensor core operations outstanding: %s",
+                  cta->tensor_pipe.queue.pending().front().what.c_str());
+        }
         slots_[(*it)->slot] = false;
         for (auto& cta : (*it)->ctas) {
             for (auto& warp : cta->warps) retired_instructions_ += warp->instructions;

@@ -23,6 +23,8 @@ const OpcodeTable& OpcodeTable::instance() {
         register_bulk(t);
         register_tensor_copy(t);
         register_wgmma(t);
+        register_tcgen05(t);
+        register_tcgen05_mma(t);
         return t;
     }();
     return table;

@@ -44,5 +44,7 @@ void register_cluster(OpcodeTable& table);
 void register_bulk(OpcodeTable& table);
 void register_tensor_copy(OpcodeTable& table);
 void register_wgmma(OpcodeTable& table);
+void register_tcgen05(OpcodeTable& table);
+void register_tcgen05_mma(OpcodeTable& table);
 
 }  // namespace ptx_emulator

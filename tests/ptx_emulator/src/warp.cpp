@@ -19,11 +19,13 @@ Warp::Warp(Machine& m, Cta& c, uint32_t i, LaneMask lanes) : machine(m), cta(c),
     if (program.uses_wgmma && machine.checker.enabled()) write_ages_.assign(program.register_bytes / 8 + 1, 0);
     machine.async.attach(&copies.queue);
     machine.async.attach(&bulk.queue);
+    machine.async.attach(&tensor_memory.stores);
 }
 
 Warp::~Warp() {
     machine.async.detach(&copies.queue);
     machine.async.detach(&bulk.queue);
+    machine.async.detach(&tensor_memory.stores);
 }
 
 // The value of a special register (PTX ISA chapter 10) that is fixed for a warp's life.

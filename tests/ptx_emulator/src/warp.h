@@ -14,6 +14,7 @@
 #include "mbarrier.h"
 #include "named_barrier.h"
 #include "program.h"
+#include "tensor_memory.h"
 #include "types.h"
 #include "warpgroup.h"
 
@@ -104,6 +105,7 @@ class Warp {
     MemoryBarrierWait memory_barrier_wait;
     BulkState bulk;
     WarpgroupMultiply multiply;
+    TensorMemoryAccess tensor_memory;
     uint32_t registers_per_thread = 0;  // setmaxnreg; 0: not limited
 
   private:

@@ -1,0 +1,182 @@
+"""The Blackwell instructions of the emulator: right answers, and a report for each twin that lacks a step."""
+
+from __future__ import annotations
+
+import re
+import shutil
+
+import numpy as np
+import pytest
+
+from tests.ptx_emulator.device_arrays import BFLOAT16, SWIZZLES, aligned_array, tensor_map
+
+pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+
+SCHEDULES = ("eager", "lazy", "random", "pct")
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    """The unit kernels, linked with the emulator."""
+    from tests.ptx_emulator.harness import UnitKernels
+
+    return UnitKernels("entry_sm100.cu", "100a", "10.0")
+
+
+@pytest.fixture(params=SCHEDULES)
+def schedule(request):
+    """Each schedule in turn."""
+    from tests.ptx_emulator.harness import emulator_options
+
+    with emulator_options(schedule=request.param, seed=17):
+        yield request.param
+
+
+def error_of(kernels, *arguments, **keywords):
+    """The LaunchError of a launch that must fail."""
+    from tests.ptx_emulator.harness import LaunchError
+
+    with pytest.raises(LaunchError) as info:
+        kernels.launch(*arguments, **keywords)
+    return info.value
+
+
+def bfloat16(values):
+    """The nearest bf16 numbers: (their bits, their values)."""
+    torch = pytest.importorskip("torch")
+    rounded = torch.from_numpy(values).bfloat16()
+    return rounded.view(torch.int16).numpy(), rounded.double().numpy()
+
+
+def operands(kernels, swizzle, a_mn, b_mn):
+    """A (128 x 64), B (64 x 64): their values and the tensor maps of the layout."""
+    rng = np.random.default_rng(swizzle + 2 * a_mn + b_mn)
+    (a_bits, a), (b_bits, b) = (bfloat16(rng.standard_normal((rows, 64))) for rows in (128, 64))
+    tensors = [
+        aligned_array(np.ascontiguousarray(bits.T if mn else bits)) for bits, mn in ((a_bits, a_mn), (b_bits, b_mn))
+    ]
+    width = (swizzle or 16) // 2
+    maps = [
+        tensor_map(kernels, tensor, BFLOAT16, (width, 64 if mn else rows), swizzle)
+        for tensor, mn, rows in zip(tensors, (a_mn, b_mn), (128, 64), strict=True)
+    ]
+    return a, b, maps, tensors
+
+
+@pytest.mark.parametrize("b_mn", [0, 1])
+@pytest.mark.parametrize("a_mn", [0, 1])
+@pytest.mark.parametrize("swizzle", SWIZZLES)
+def test_products_of_every_layout(kernels, schedule, swizzle, a_mn, b_mn):
+    """tcgen05.mma on what TMA wrote, every swizzle and both majors of both operands, against fp64."""
+    a, b, maps, _tensors = operands(kernels, swizzle, a_mn, b_mn)
+    out = np.full((128, 64), np.nan, np.float32)
+    kernels.launch(f"tensor_{swizzle}_{a_mn}{b_mn}", 1, 128, *maps, out, 0, shared=24576)
+    np.testing.assert_allclose(out, a @ b.T, atol=2e-5)
+
+
+@pytest.mark.parametrize("skip", [1, 2])
+def test_products_need_each_wait(kernels, schedule, skip):
+    """The wait for the products before they are read, the wait for the operands before they are used."""
+    _a, _b, maps, _tensors = operands(kernels, 128, 0, 0)
+    error = error_of(kernels, "tensor_128_00", 1, 128, *maps, np.zeros((128, 64), np.float32), skip, shared=24576)
+    assert "hazard: race on " + ("tensor memory" if skip == 1 else "shared") in str(error)
+    assert "sm100.cu:" in str(error)
+
+
+@pytest.mark.parametrize("m", [64, 128])
+def test_product_of_fp8(kernels, schedule, m):
+    """kind::f8f6f4; with M = 64 the rows lie in every second 16 lanes."""
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(m)
+    a, b = (
+        torch.from_numpy(rng.standard_normal((rows, 32)).astype(np.float32)).to(torch.float8_e4m3fn) for rows in (m, 32)
+    )
+    out = np.full((128, 32), np.nan, np.float32)
+    bits = [x.view(torch.uint8).numpy() for x in (a, b)]
+    kernels.launch("tensor_fp8", 1, 128, *bits, out, m, 0)
+    rows = out if m == 128 else out.reshape(4, 32, 32)[:, :16].reshape(64, 32)
+    np.testing.assert_allclose(rows, (a.double() @ b.double().T).numpy(), atol=1e-5)
+    if m == 64:
+        assert (out.reshape(4, 32, 32)[:, 16:] == 0).all()
+    assert "no fence.proxy.async" in str(error_of(kernels, "tensor_fp8", 1, 128, *bits, out, m, 1))
+
+
+def test_a_in_tensor_memory(kernels, schedule):
+    """The TS form, accumulation, and a result that is read between two products."""
+    rng = np.random.default_rng(3)
+    (a_bits, a), (b_bits, b) = (bfloat16(rng.standard_normal((rows, 16))) for rows in (128, 16))
+    out = np.full((2, 128, 16), np.nan, np.float32)
+    kernels.launch("tensor_a_in_memory", 1, 128, a_bits, b_bits, out, 0)
+    np.testing.assert_allclose(out, np.stack([a @ b.T, 2 * (a @ b.T)]), atol=1e-5)
+
+
+@pytest.mark.parametrize("skip", [1, 2, 3])
+def test_tensor_memory_needs_each_step(kernels, schedule, skip):
+    """wait::st before a product reads, wait::ld and a barrier before a product overwrites."""
+    a, b, out = np.zeros((128, 16), np.int16), np.zeros((16, 16), np.int16), np.zeros((2, 128, 16), np.float32)
+    error = error_of(kernels, "tensor_a_in_memory", 1, 128, a, b, out, skip)
+    assert re.search("hazard: race on tensor memory|deadlock", str(error))  # the phases may fall out of step first
+
+
+def test_shapes_of_loads(kernels):
+    """16x64b, 16x128b and 16x256b: which cell each register holds."""
+    out = np.zeros((3, 128, 4), np.uint32)
+    kernels.launch("tensor_shapes", 1, 128, out)
+    thread, register = np.arange(128)[:, None], np.arange(4)[None]
+    first, lane = thread // 32 * 32, thread % 32
+    expected = [
+        1000 * (first + lane // 4 + 8 * (lane % 2)) + lane // 2 % 2 + 2 * register,
+        1000 * (first + 16 + lane // 4 + 8 * (register % 2)) + lane % 4 + 4 * (register // 2),
+        1000 * (first + lane // 4 + 8 * (register // 2 % 2)) + 8 + 2 * (lane % 4) + register % 2,
+    ]
+    np.testing.assert_array_equal(out, np.stack(expected))
+
+
+@pytest.mark.parametrize("m", [128, 256])
+def test_product_of_a_pair(kernels, schedule, m):
+    """cta_group::2: operands from both CTAs, the result in both, a multicast commit."""
+    rng = np.random.default_rng(m)
+    (a_bits, a), (b_bits, b) = (bfloat16(rng.standard_normal((rows, 16))) for rows in (m, 64))
+    columns = 64 if m == 256 else 32
+    out = np.full((2, 128, columns), np.nan, np.float32)
+    kernels.launch("pair_product", 2, 128, a_bits, b_bits, out, m, 0)
+    d = a @ b.T
+    if m == 256:
+        expected = d.reshape(2, 128, 64)
+    else:  # 64 rows per CTA; the right half of the columns lies in lanes 64 to 127
+        expected = np.stack([np.concatenate([half[:, :32], half[:, 32:]]) for half in d.reshape(2, 64, 64)])
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+def test_pair_needs_the_cluster_barrier(kernels, schedule):
+    """The leader must know that the other CTA has written its operands."""
+    out = np.zeros((2, 128, 64), np.float32)
+    error = error_of(
+        kernels, "pair_product", 2, 128, np.zeros((256, 16), np.int16), np.zeros((64, 16), np.int16), out, 256, 1
+    )
+    assert re.search("hazard: race on shared|is not allocated|no initialised mbarrier", str(error))
+
+
+@pytest.mark.parametrize(
+    ("what", "report"),
+    [
+        (0, "may access lanes"),
+        (1, "is not allocated by this CTA"),
+        (2, "ends with tensor memory allocated"),
+        (3, "N must be a multiple"),
+        (4, "bits 46 to 48 must be 1"),
+        (5, "allocations must not grow"),
+        (6, "must be a power of two from 32 to 512"),
+    ],
+)
+def test_misuse(kernels, what, report):
+    """Lanes, ownership, deallocation, shapes, descriptors."""
+    assert report in str(error_of(kernels, "tensor_misuse", 1, 128, what))
+
+
+def test_needs_a_device_with_tensor_memory(kernels):
+    """The device model of 9.0 has none."""
+    from tests.ptx_emulator.harness import emulator_options
+
+    with emulator_options(cc="9.0"):
+        assert "has no tensor memory" in str(error_of(kernels, "tensor_misuse", 1, 128, 0))

@@ -95,7 +95,7 @@ $(STAMPS)/venv:
 $(STAMPS)/torch: $(STAMPS)/venv FORCE
 	@if [ "$$(cat $@ 2>/dev/null)" != "$(FLASH_EXT_TORCH)" ]; then \
 	  printf '\n== install $(FLASH_EXT_TORCH)\n'; \
-	  $(PIP) $(FLASH_EXT_TORCH); \
+	  $(PIP) '$(FLASH_EXT_TORCH)'; \
 	  echo "$(FLASH_EXT_TORCH)" > $@; \
 	fi
 

@@ -28,6 +28,7 @@ from typing import Any
 import generate
 import report
 import toolchain
+from cmake_ninja import configure, run_ninja
 from toolchain import BuildError, Options
 
 SOURCE_DIR = Path(__file__).resolve().parent.parent
@@ -137,8 +138,10 @@ def build_libraries(options: Options, force: bool) -> dict[str, Path]:
 
     cmake_dir = BUILD_DIR / "cmake"
     configure(
+        SOURCE_DIR,
         cmake_dir,
         {
+            "FLASH_EXT_BUILD_DIR": str(BUILD_DIR),
             "FLASH_EXT_COMPONENT": "libraries",
             "FLASH_EXT_PATHS": ";".join(options.paths),
             "FLASH_EXT_LINEINFO": "ON" if options.lineinfo else "OFF",
@@ -146,7 +149,7 @@ def build_libraries(options: Options, force: bool) -> dict[str, Path]:
             "FLASH_EXT_CUDART": tools.cudart,
         },
     )
-    run_ninja(cmake_dir, options.jobs, force)
+    run_ninja(cmake_dir, options.jobs, force, seconds_of_unit)
     return check_libraries(options, table, units)
 
 
@@ -154,6 +157,15 @@ def hand_written_units(path: str) -> dict[str, str]:
     """The .cu files of csrc/<path> and, for every path, of csrc/common: unit name to source file."""
     files = [file for folder in ("common", path) for file in sorted((SOURCE_DIR / "csrc" / folder).glob("*.cu"))]
     return {f"{path}_{file.stem}": str(file.relative_to(SOURCE_DIR)) for file in files}
+
+
+def seconds_of_unit(unit: str) -> str:
+    """How long a unit took, from its report; empty if it failed or is no unit."""
+    file = BUILD_DIR / unit.partition("_")[0] / "units" / unit / "report.json"
+    if not file.is_file():
+        return ""
+    values = json.loads(file.read_text(encoding="utf-8"))
+    return f"{values['seconds']:.1f} s{' (cached)' if values['cached'] else ''}"
 
 
 def check_libraries(options: Options, table: generate.Table, units: Mapping[str, Mapping[str, str]]) -> dict[str, Path]:
@@ -165,10 +177,9 @@ def check_libraries(options: Options, table: generate.Table, units: Mapping[str,
     for path in options.paths:
         library = BUILD_DIR / path / f"libflash_ext_{path}.so"
         libraries[library.name] = library
-        host_objects = sorted(
-            os.path.relpath(file, BUILD_DIR / path)
-            for file in (BUILD_DIR / "cmake" / "CMakeFiles" / f"flash_ext_{path}.dir").rglob("*.o")
-        )
+        objects = Path("..", "cmake", "CMakeFiles", f"flash_ext_{path}.dir")
+        host_sources = [f"csrc/api/{file.name}" for file in sorted((SOURCE_DIR / "csrc" / "api").glob("*.cpp"))]
+        host_objects = [f"{objects}/{source}.o" for source in [*host_sources, f"build/{path}/generated/registry.cpp"]]
         try:
             report.write_manifest(BUILD_DIR / path, path, table.paths[path].gencode, units[path], host_objects)
         except report.ManifestError as error:
@@ -202,8 +213,10 @@ def build_binding(options: Options, force: bool) -> Path:
     text = f'#pragma once\n#define FLASH_EXT_BUILD_INFO R"json({json.dumps(info, sort_keys=True)})json"\n'
     generate.write_if_changed(folder / "build_info.h", text)
     configure(
+        SOURCE_DIR,
         folder,
         {
+            "FLASH_EXT_BUILD_DIR": str(BUILD_DIR),
             "FLASH_EXT_COMPONENT": "binding",
             "FLASH_EXT_PYTHON": sys.executable,
             "pybind11_DIR": pybind11.get_cmake_dir(),
@@ -266,72 +279,3 @@ def remove_stale_units(folder: Path, units: Mapping[str, str]) -> None:
         for unit in folder.iterdir():
             if unit.name not in units:
                 shutil.rmtree(unit)
-
-
-def configure(folder: Path, definitions: Mapping[str, str]) -> None:
-    """Run CMake; its output is shown only if it fails."""
-    # Given each time: an isolated build's tools lie in a folder that is gone the next time.
-    command = [find_tool("cmake"), "-S", str(SOURCE_DIR), "-B", str(folder), "-G", "Ninja"]
-    command += [f"-DCMAKE_MAKE_PROGRAM={find_tool('ninja')}", f"-DFLASH_EXT_BUILD_DIR={BUILD_DIR}"]
-    command += [f"-D{name}={value}" for name, value in definitions.items()]
-    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if result.returncode != 0:
-        raise BuildError(f"CMake failed:\n{result.stdout}")
-
-
-def find_tool(name: str) -> str:
-    """A program of the build requirements: from this environment, else from PATH."""
-    found = shutil.which(name, path=sysconfig.get_path("scripts")) or shutil.which(name)
-    if found is None:
-        raise BuildError(
-            f"{name} is missing; install it with `pip install {name}`, or build with pip's build isolation"
-        )
-    return found
-
-
-def run_ninja(folder: Path, jobs: int, force: bool) -> None:
-    """Run Ninja and print one line for each finished step, with the seconds a unit took."""
-    ninja = find_tool("ninja")
-    if force:
-        subprocess.run([ninja, "-C", str(folder), "-t", "clean"], stdout=subprocess.DEVNULL, check=True)
-    process = subprocess.Popen(
-        [ninja, "-C", str(folder), "-j", str(jobs)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "NINJA_STATUS": "@%f/%t@"},
-    )
-    assert process.stdout is not None
-    with process.stdout as lines:
-        for line in lines:
-            text = progress_line(line.rstrip("\n"))
-            if text is not None:
-                print(text, flush=True)
-    if process.wait() != 0:
-        raise BuildError("a compiler failed; its message stands above")
-
-
-def progress_line(line: str) -> str | None:
-    """A line of Ninja as it is shown: ``[ 3/14] sm80_forward_...  9.8 s``; None: not shown."""
-    match = re.match(r"@(\d+)/(\d+)@(.*)", line)
-    if match is None:
-        return None if line.startswith(("ninja: Entering", "ninja: no work", "[0/2] Re-checking")) else line
-    done, total, step = match.groups()
-    if step.startswith(("Re-checking", "Re-running")):  # CMake looks again at its globs
-        return None
-    if building := re.fullmatch(r"Building CXX object CMakeFiles/(\w+)\.dir/(.+)\.o", step):
-        step = f"{building[1]}: {Path(building[2]).name}"
-    elif linking := re.fullmatch(r'Linking CXX shared \w+ "?(.+?)"?', step):
-        step = f"link {Path(linking[1]).name}"
-    elif seconds := unit_seconds(step):
-        step = f"{step}  {seconds}"
-    return f"[{done.rjust(len(total))}/{total}] {step}"
-
-
-def unit_seconds(unit: str) -> str:
-    """How long a unit took, from its report; empty if it failed or is no unit."""
-    file = BUILD_DIR / unit.partition("_")[0] / "units" / unit / "report.json"
-    if not file.is_file():
-        return ""
-    values = json.loads(file.read_text(encoding="utf-8"))
-    return f"{values['seconds']:.1f} s{' (cached)' if values['cached'] else ''}"

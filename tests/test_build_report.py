@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-import native_build
+import cmake_ninja
 import report
 
 PTXAS = """\
@@ -83,12 +83,14 @@ def test_every_head_dim_of_the_fallback_needs_a_tile_for_the_smallest_gpu() -> N
 @pytest.mark.parametrize(
     ("line", "shown"),
     [
-        ("@3/14@sm80_no_such_unit", "[ 3/14] sm80_no_such_unit"),
+        ("@3/14@sm80_unit", "[ 3/14] sm80_unit  9.8 s"),
+        ("@3/14@sm80_failed", "[ 3/14] sm80_failed"),
         (
             "@4/14@Building CXX object CMakeFiles/flash_ext_sm80.dir/csrc/api/abi.cpp.o",
             "[ 4/14] flash_ext_sm80: abi.cpp",
         ),
         ("@14/14@Linking CXX shared library /b/sm80/libflash_ext_sm80.so", "[14/14] link libflash_ext_sm80.so"),
+        ('@5/5@Linking CXX shared module "/a b/_C.so"', "[5/5] link _C.so"),
         ("@0/2@Re-checking globbed directories...", None),
         ("ninja: Entering directory `/b'", None),
         ("ninja: error: loading 'build.ninja'", "ninja: error: loading 'build.ninja'"),
@@ -96,4 +98,4 @@ def test_every_head_dim_of_the_fallback_needs_a_tile_for_the_smallest_gpu() -> N
     ],
 )
 def test_progress_lines(line: str, shown: str | None) -> None:
-    assert native_build.progress_line(line) == shown
+    assert cmake_ninja.progress_line(line, lambda step: "9.8 s" if step == "sm80_unit" else "") == shown

@@ -77,6 +77,7 @@ def assert_accurate(
     *,
     dtype: torch.dtype | None = None,
     magnitude: Tensor | None = None,
+    norm: float = 0.0,
 ) -> None:
     """Raise AssertionError, with where it is worst, unless ``got`` keeps the accuracy rule.
 
@@ -95,6 +96,9 @@ def assert_accurate(
     magnitude : torch.Tensor, optional
         (..., 1) or broadcastable, the magnitude at which the ulp is taken where the row's own largest element is no
         measure of the terms it was summed from; default: the largest magnitude of each row of ``oracle``.
+    norm : float
+        Root of the sum of squares over all elements that one ulp somewhere in an intermediate result is multiplied to;
+        0 where an ulp changes one element.
     """
     __tracebackhide__ = True
     if got.shape != oracle.shape or baseline.shape != oracle.shape:
@@ -118,7 +122,8 @@ def assert_accurate(
     allowed = MAX_FACTOR * worst_baseline + one_ulp
     bad = error > allowed
     rms, rms_baseline = error.square().mean().sqrt(), baseline_error.square().mean().sqrt()
-    rms_allowed = RMS_FACTOR * rms_baseline + one_ulp.max() / math.sqrt(error.numel())
+    largest_ulp = torch.maximum(one_ulp.max(), ulp(truth.new_tensor(norm), dtype))
+    rms_allowed = RMS_FACTOR * rms_baseline + largest_ulp / math.sqrt(error.numel())
     if not bad.any() and rms <= rms_allowed:
         return
     at = _unravel(int((error / allowed).argmax()), error.shape)

@@ -179,9 +179,13 @@ def verify(inputs: Inputs, results: Results, direction: str) -> None:
         for name, of, baseline_of in zip(_GRADIENTS, expected[:3], baseline[:3], strict=True):
             got = getattr(results, name)[truth.q if name == "dq" else truth.k]
             magnitude = torch.where(of.isfinite(), of.abs(), 0.0).amax(-1, keepdim=True) if of.numel() else of
+            norm = 0.0
             if name in terms and of.numel():
-                magnitude = torch.maximum(magnitude, terms[name].expand_as(magnitude))
-            assert_accurate(name + truth.label, got, of[single], baseline_of[single], magnitude=magnitude[single])
+                rows, norm = terms[name]
+                magnitude = torch.maximum(magnitude, rows)
+            assert_accurate(
+                name + truth.label, got, of[single], baseline_of[single], magnitude=magnitude[single], norm=norm
+            )
         if sinks is not None:
             dsinks += expected[3]
             dsinks_baseline += baseline[3]
@@ -199,12 +203,13 @@ def verify(inputs: Inputs, results: Results, direction: str) -> None:
         )
 
 
-def _gradient_terms(inputs: Inputs, truth: _Truth, out: Tensor) -> dict[str, Tensor]:
-    """Magnitudes of the rows of dq and dk before their terms cancel, (..., rows, heads, 1); none for large calls.
+def _gradient_terms(inputs: Inputs, truth: _Truth, out: Tensor) -> dict[str, tuple[Tensor, float]]:
+    """What an ulp of O changes in dq and dk, over ulp: in each row, (..., rows, heads, 1), and the norm over all.
 
     dS = P * (dP - D) with D = rowsum(dO * O), and O was rounded to the type: D is off by about an ulp of O times |dO|,
-    dQ by that times sum_j P_ij K_j, dK by its sum over i. Where dP and D cancel, as they do for a row with one key, an
-    ulp of what is left would allow nothing, and a baseline of few elements may be exact by chance.
+    row i of dQ by that times sum_j P_ij K_j, dK by that times P_ij Q_i summed over i. Where dP and D cancel, as they do
+    for a row with one key, an ulp of what is left would allow nothing, and a baseline of few rows may be exact by chance.
+    Large calls get nothing: there the baseline has enough rows.
     """
     case = inputs.case
     if case.scores * case.heads[0] > _LARGEST_MASK:
@@ -212,6 +217,7 @@ def _gradient_terms(inputs: Inputs, truth: _Truth, out: Tensor) -> dict[str, Ten
     q, k, dout = (truth.tensors[name] for name in ("q", "k", "dout"))
     of_dq = torch.zeros((*q.shape[:-1], 1), dtype=torch.float64, device=q.device)
     of_dk = torch.zeros((*k.shape[:-1], 1), dtype=torch.float64, device=q.device)
+    norms = [0.0, 0.0]
     pieces: list[tuple[Segment, tuple[Any, ...], tuple[Any, ...]]]
     if truth.segment is not None:
         pieces = [(truth.segment, (0,), (0,))]
@@ -221,8 +227,12 @@ def _gradient_terms(inputs: Inputs, truth: _Truth, out: Tensor) -> dict[str, Ten
         if case.lengths_q[segment.index] and case.lengths_k[segment.index]:
             keywords = dense_keywords(inputs, segment) | {"dropout_p": 0.0, "rng_state": None}
             p = _probabilities(q[rows], k[keys], keywords)
-            of_dq[rows], of_dk[keys] = _row_terms(p, q[rows].double(), k[keys].double(), dout[rows].double(), out[rows])
-    return {"dq": abs(case.scale) * of_dq, "dk": abs(case.scale) * of_dk}
+            of_dq[rows], of_dk[keys], *found = _row_terms(
+                p, q[rows].double(), k[keys].double(), dout[rows].double(), out[rows]
+            )
+            norms = [max(pair) for pair in zip(norms, found, strict=True)]
+    scale = abs(case.scale)
+    return {"dq": (scale * of_dq, scale * norms[0]), "dk": (scale * of_dk, scale * norms[1])}
 
 
 def _probabilities(q: Tensor, k: Tensor, keywords: dict[str, Any]) -> Tensor:
@@ -235,16 +245,18 @@ def _probabilities(q: Tensor, k: Tensor, keywords: dict[str, Any]) -> Tensor:
     return p[0].transpose(0, 1).reshape(heads_k, -1, keys)
 
 
-def _row_terms(p: Tensor, q: Tensor, k: Tensor, dout: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """(rows, heads_q, 1) and (keys, heads_k, 1): what an ulp of O changes in dq and dk, over ulp and scale."""
+def _row_terms(p: Tensor, q: Tensor, k: Tensor, dout: Tensor, out: Tensor) -> tuple[Tensor, Tensor, float, float]:
+    """The terms of one sequence, over ulp and scale: (rows, heads_q, 1), (keys, heads_k, 1) and the two norms."""
     heads_k = k.shape[1]
     d_error = (dout.norm(dim=-1) * out.abs().amax(-1)).transpose(0, 1).reshape(heads_k, -1, 1)
-    p, d_error = p.nan_to_num(0.0, 0.0, 0.0), d_error.nan_to_num(0.0, 0.0, 0.0)
-    of_dq = (p @ k.transpose(0, 1)).abs().amax(-1, keepdim=True) * d_error
+    p, d_error, q, k = (x.nan_to_num(0.0, 0.0, 0.0) for x in (p, d_error, q, k))
+    weighted_keys = (p @ k.transpose(0, 1)) * d_error  # (heads_k, group * rows, head_dim)
     queries = q.transpose(0, 1).reshape(heads_k, -1, q.shape[-1])
     of_dk = ((p * d_error).square().transpose(1, 2) @ queries.square()).sqrt().amax(-1, keepdim=True)
-    of_dq = of_dq.reshape(q.shape[1], q.shape[0], 1).transpose(0, 1)
-    return of_dq.nan_to_num(0.0, 0.0, 0.0), of_dk.transpose(0, 1).nan_to_num(0.0, 0.0, 0.0)
+    of_dq = weighted_keys.abs().amax(-1).reshape(q.shape[1], q.shape[0], 1).transpose(0, 1)
+    norm_dq = weighted_keys.norm(dim=-1).max()
+    norm_dk = (p.norm(dim=-1) * d_error.squeeze(-1) * queries.norm(dim=-1)).max()
+    return of_dq, of_dk.transpose(0, 1), float(norm_dq), float(norm_dk)
 
 
 def _sink_terms(sinks: Tensor, truth: _Truth, out: Tensor, lse: Tensor, case: Case) -> Tensor:

@@ -208,7 +208,7 @@ def _gradient_terms(inputs: Inputs, truth: _Truth, out: Tensor) -> dict[str, tup
 
     dS = P * (dP - D) with D = rowsum(dO * O), and O was rounded to the type: D is off by about an ulp of O times |dO|,
     row i of dQ by that times sum_j P_ij K_j, dK by that times P_ij Q_i summed over i. Where dP and D cancel, as they do
-    for a row with one key, an ulp of what is left would allow nothing, and a baseline of few rows may be exact by chance.
+    for a row with one key, an ulp of what is left would allow nothing, and a baseline of few rows may be exact.
     Large calls get nothing: there the baseline has enough rows.
     """
     case = inputs.case

@@ -46,6 +46,7 @@ def error_of(kernels: UnitKernels, *arguments: Any, **keywords: Any) -> LaunchEr
         ("shared_exchange", 128, "a barrier"),
         ("lane_exchange", 32, "bar.warp.sync"),
         ("write_after_read", 128, "a barrier"),
+        ("volatile_read", 128, "a barrier"),
     ],
 )
 def test_shared_memory_races(kernels: UnitKernels, schedule: str, name: str, threads: int, missing: str) -> None:
@@ -76,6 +77,20 @@ def test_global_memory_races(kernels: UnitKernels, schedule: str) -> None:
     error = error_of(kernels, "global_add", 2, 32, out, 0)
     assert error.code == LAUNCH_FAILURE
     assert "hazard: race on global address" in str(error)
+
+
+def test_sums_of_floats_in_no_fixed_order(kernels: UnitKernels, schedule: str) -> None:
+    """Atomic adds of floats do not race, but under FLASH_EXT_EMULATOR_DETERMINISTIC their order must be fixed."""
+    for deterministic in (0, 1):
+        with emulator_options(deterministic=deterministic):
+            out, turn = np.zeros(1, np.float32), np.zeros(1, np.int32)
+            kernels.launch("float_add", 2, 32, out, turn, 1)
+            assert out[0] == 2
+    kernels.launch("float_add", 2, 32, out, turn, 0)
+    with emulator_options(deterministic=1):
+        error = error_of(kernels, "float_add", 2, 32, out, turn, 0)
+    assert error.code == LAUNCH_FAILURE
+    assert "the sum is not deterministic" in str(error)
 
 
 @pytest.mark.parametrize("correct", [1, 2])

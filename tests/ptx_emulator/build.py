@@ -80,7 +80,8 @@ def architecture_flag() -> str:
 def _run(command: Sequence[str | Path]) -> None:
     result = subprocess.run([str(word) for word in command], capture_output=True, text=True)
     if result.returncode != 0:
-        raise EmulatorBuildError(f"{' '.join(map(str, command))}\n{result.stdout}{result.stderr}")
+        shown = " ".join(map(str, command if len(command) < 20 else [*command[:8], "...", *command[-4:]]))
+        raise EmulatorBuildError(f"{shown}\n{result.stdout}{result.stderr}")
 
 
 def build_objects(cache_dir: Path | None = None, jobs: int = 1, include: Path | None = None) -> list[Path]:

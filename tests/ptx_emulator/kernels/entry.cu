@@ -20,6 +20,7 @@ const Entry kEntries[] = {
     ENTRY(unary_float),   ENTRY(binary_integer),   ENTRY(mma_tile),   ENTRY(copy_pipeline), ENTRY(shared_exchange),
     ENTRY(lane_exchange), ENTRY(write_after_read), ENTRY(global_add), ENTRY(hand_over),     ENTRY(out_of_shared),
     ENTRY(wild_pointer),  ENTRY(misaligned),       ENTRY(deadlock),   ENTRY(wait_for_last), ENTRY(unwritten_shared),
+    ENTRY(volatile_read), ENTRY(float_add),
 #undef ENTRY
 };
 

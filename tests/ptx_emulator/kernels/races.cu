@@ -43,6 +43,19 @@ __global__ void global_add(int* out, int correct) {
     }
 }
 
+// Two CTAs add floats into the same location; ordered: CTA 1 waits for CTA 0.
+__global__ void float_add(float* out, int* turn, int ordered) {
+    if (threadIdx.x != 0) return;
+    if (ordered) {
+        int seen = 0;
+        do {
+            asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(turn) : "memory");
+        } while (seen != blockIdx.x);
+    }
+    atomicAdd(out, 1.0f);
+    if (ordered) asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(turn), "r"(blockIdx.x + 1) : "memory");
+}
+
 // CTA 0 hands a value to CTA 1 through a flag. correct: with a release and an acquire; else with relaxed accesses.
 __global__ void hand_over(int* data, int* flag, int* out, int correct) {
     if (threadIdx.x != 0) return;
@@ -66,6 +79,14 @@ __global__ void hand_over(int* data, int* flag, int* out, int correct) {
         if (correct == 2) __threadfence();
         out[0] = data[0];
     }
+}
+
+// One thread writes plainly, the others read with ld.volatile: strong, but not ordered. correct: with the barrier.
+__global__ void volatile_read(const int* in, int* out, int correct) {
+    __shared__ int value;
+    if (threadIdx.x == 0) value = in[0];
+    if (correct) __syncthreads();
+    out[threadIdx.x] = *const_cast<volatile int*>(&value);
 }
 
 // Shared memory that nothing has written is read. correct: it is written first.

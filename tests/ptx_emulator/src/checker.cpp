@@ -151,7 +151,7 @@ bool Checker::ordered(const Actor& actor, const AccessRecord& earlier, const cha
         // The same warp: program order for a lane, a warp-level synchronisation between lanes. What a collective read
         // has read is in the registers of all lanes before any of them goes on.
         const bool same_lane = earlier.lane == actor.record.lane && earlier.lane != kManyLanes;
-        const bool collective_read = earlier.lane == kCollective && earlier.kind == AccessKind::kRead;
+        const bool collective_read = earlier.lane == kCollective && !writes(earlier.kind);
         if (earlier.epoch == knowledge.generic.get(clock.component) && !same_lane && !collective_read) {
             *missing = "different lanes of one warp without bar.warp.sync between them";
             return false;
@@ -163,7 +163,7 @@ bool Checker::ordered(const Actor& actor, const AccessRecord& earlier, const cha
             return false;
         }
     }
-    if (actor.through_async_proxy && !earlier.async_proxy && earlier.kind != AccessKind::kRead &&
+    if (actor.through_async_proxy && !earlier.async_proxy && writes(earlier.kind) &&
         knowledge.published.get(earlier.component) < earlier.epoch) {
         *missing = "no fence.proxy.async makes the generic write visible to the async proxy";
         return false;
@@ -176,9 +176,10 @@ void Checker::access(Granule& granule, Actor& actor, uint16_t bytes, const char*
     AccessRecord& record = actor.record;
     record.bytes = bytes;
     bool merged = false;
-    if (owner && record.kind == AccessKind::kRead) {
+    const bool order_matters = record.kind == AccessKind::kFloatAdd && machine_.options.deterministic;
+    if (owner && !writes(record.kind)) {
         uint16_t written = 0;
-        for (const AccessRecord& earlier : records) written |= earlier.kind != AccessKind::kRead ? earlier.bytes : 0;
+        for (const AccessRecord& earlier : records) written |= writes(earlier.kind) ? earlier.bytes : 0;
         if (bytes & ~written) unwritten(actor, space, address, *owner);
     }
     for (size_t i = 0; i < records.size();) {
@@ -190,7 +191,7 @@ void Checker::access(Granule& granule, Actor& actor, uint16_t bytes, const char*
         // The common case: the same agent does the same thing again.
         if (earlier.component == record.component && earlier.epoch == record.epoch &&
             earlier.cluster == record.cluster && earlier.kind == record.kind && record.kind != AccessKind::kWrite &&
-            earlier.bytes == bytes) {
+            !order_matters && earlier.bytes == bytes) {
             if (earlier.lane != record.lane) earlier.lane = kManyLanes;
             earlier.pc = record.pc;
             merged = true;
@@ -199,11 +200,18 @@ void Checker::access(Granule& granule, Actor& actor, uint16_t bytes, const char*
         }
         const char* missing = "";
         const bool before = ordered(actor, earlier, &missing);
-        const bool conflict = (earlier.kind != AccessKind::kRead || record.kind != AccessKind::kRead) &&
-                              !(earlier.kind == AccessKind::kAtomic && record.kind == AccessKind::kAtomic);
-        if (conflict && !before) race(actor, earlier, space, address, missing, owner);
-        // What happens before a write, or is a read before a read, is covered by the new record.
-        if ((conflict || before) && (record.kind != AccessKind::kRead || earlier.kind == AccessKind::kRead)) {
+        const bool both_strong = is_strong(earlier.kind) && is_strong(record.kind);
+        const bool unordered_sum = order_matters && earlier.kind == AccessKind::kFloatAdd;
+        const bool conflict = (writes(earlier.kind) || writes(record.kind)) && (!both_strong || unordered_sum);
+        if (conflict && !before) {
+            if (both_strong) missing = "floating-point atomics in no fixed order: the sum is not deterministic";
+            race(actor, earlier, space, address, missing, owner);
+        }
+        // The new record covers an earlier one that happens before it, unless others could race with that one alone: a
+        // read does not cover a write, nor a strong access a weak one.
+        const bool covers =
+            (writes(record.kind) || !writes(earlier.kind)) && (!is_strong(record.kind) || is_strong(earlier.kind));
+        if ((conflict || before) && covers) {
             earlier.bytes &= static_cast<uint16_t>(~bytes);
         }
         if (earlier.bytes == 0) {
@@ -335,8 +343,8 @@ void Checker::check_primaries(const Actor& actor, uint16_t bytes, uint64_t addre
         if (!granule) continue;
         for (const AccessRecord& earlier : granule->records()) {
             if (!(earlier.bytes & bytes)) continue;
-            if (earlier.kind == AccessKind::kRead && actor.record.kind == AccessKind::kRead) continue;
-            if (earlier.kind == AccessKind::kAtomic && actor.record.kind == AccessKind::kAtomic) continue;
+            if (!writes(earlier.kind) && !writes(actor.record.kind)) continue;
+            if (is_strong(earlier.kind) && is_strong(actor.record.kind)) continue;
             report_once(
                 actor.record.pc, earlier.pc,
                 format("hazard: race on global address 0x%llx with a grid that may still run\n  %s\n  kernel %s "
@@ -391,7 +399,7 @@ void Checker::report(const std::string& text) {
 }
 
 std::string Checker::describe(const AccessRecord& record) const {
-    const char* kinds[] = {"read", "write", "atomic"};
+    const char* kinds[] = {"read", "write", "strong read", "atomic or strong write", "floating-point add"};
     const std::string lane = record.lane >= kManyLanes ? "" : format(" lane %u", record.lane);
     return format("%s by cluster %u CTA rank %u warp %u%s%s at %s", kinds[static_cast<int>(record.kind)],
                   record.cluster, record.warp / kWarpSize, record.warp % kWarpSize, lane.c_str(),

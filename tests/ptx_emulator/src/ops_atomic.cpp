@@ -122,6 +122,8 @@ Step atomic(Warp& warp, const Instruction& i, LaneMask mask) {
     const auto& data = static_cast<const AtomicData&>(*i.data);
     Checker& checker = warp.machine.checker;
     const uint32_t count = i.list_size[0];
+    const bool rounds = data.operation == Operation::kAdd && data.type >= Type::kFloat;
+    const AccessKind kind = rounds ? AccessKind::kFloatAdd : AccessKind::kAtomic;
     bool changed = false;
     uint64_t addresses[kWarpSize];
     for_lanes(mask, [&](uint32_t lane) { addresses[lane] = lane_address(warp, i, i.a, lane); });
@@ -133,9 +135,9 @@ Step atomic(Warp& warp, const Instruction& i, LaneMask mask) {
         if (checker.enabled()) {
             checker.ordered_access(warp, location, data.order, true, true);
             if (to.owner) {
-                checker.shared_access(warp, lane, *to.owner, to.offset, data.bytes * count, AccessKind::kAtomic);
+                checker.shared_access(warp, lane, *to.owner, to.offset, data.bytes * count, kind);
             } else {
-                checker.global_access(warp, lane, location, data.bytes * count, AccessKind::kAtomic);
+                checker.global_access(warp, lane, location, data.bytes * count, kind);
             }
         }
         for (uint32_t k = 0; k < count; ++k) {

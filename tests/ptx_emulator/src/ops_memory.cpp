@@ -30,8 +30,9 @@ void note(Warp& warp, uint32_t lane, const MemoryReference& reference, uint32_t 
     if (!checker.enabled()) return;
     const auto address = reinterpret_cast<uint64_t>(reference.data);
     // Ordered accesses are morally strong: they do not race among themselves.
-    const AccessKind shown = order == MemoryOrder::kWeak ? kind : AccessKind::kAtomic;
     const bool writes = kind == AccessKind::kWrite;
+    const AccessKind strong = writes ? AccessKind::kAtomic : AccessKind::kStrongRead;
+    const AccessKind shown = order == MemoryOrder::kWeak ? kind : strong;
     if (reference.space == Space::kShared) {
         if (order != MemoryOrder::kWeak && !writes) checker.ordered_access(warp, address, order, true, false);
         checker.shared_access(warp, lane, *reference.owner, reference.offset, bytes, shown);

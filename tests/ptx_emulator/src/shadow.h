@@ -8,7 +8,20 @@
 
 namespace ptx_emulator {
 
-enum class AccessKind : uint8_t { kRead, kWrite, kAtomic };
+enum class AccessKind : uint8_t {
+    kRead,
+    kWrite,
+    kStrongRead,  // volatile, relaxed or acquire: does not race with other strong accesses
+    kAtomic,      // a read-modify-write, or a strong write
+    kFloatAdd,    // an atomic whose result depends on the order (FLASH_EXT_EMULATOR_DETERMINISTIC)
+};
+
+constexpr bool writes(AccessKind kind) {
+    return kind != AccessKind::kRead && kind != AccessKind::kStrongRead;
+}
+constexpr bool is_strong(AccessKind kind) {
+    return kind != AccessKind::kRead && kind != AccessKind::kWrite;
+}
 
 constexpr uint32_t kGranuleBytes = 16;
 

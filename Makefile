@@ -36,6 +36,8 @@ demo: install ## Build, install into .venv, run the demo
 test: export FLASH_EXT_PATHS := $(if $(FLASH_EXT_PATHS),$(FLASH_EXT_PATHS),sm80$(,)sm90$(,)sm100)
 test: install ## Build every path, install into .venv, run linters and tests
 	$(call run,$(MAKE) lint,lint)
+	$(call say,emulator: link what was built against the PTX emulator)
+	$(call run,$(BIN)/python -m tests.ptx_emulator.build --jobs 2,emulator)
 	$(call say,tests: python -m pytest tests $(PYTEST_ARGS))
 	$(call run,$(BIN)/python -m pytest tests $(PYTEST_ARGS),tests)
 	@printf '\nflash_ext: make test passed\n'

@@ -288,9 +288,12 @@ def _unselected_reason(item: pytest.Item, path: Path, wants_large: bool) -> str 
         head_dims, dtype = case.head_dims, case.dtype
     for direction in sorted(directions, reverse=True):  # forward first: nothing runs without it
         if not path.supports(direction, dtype, head_dims, features):
+            if not path.supports(direction, dtype, (8, 8)):
+                return f"need {direction} kernels, which are not built"
+            if not path.supports(direction, dtype, head_dims):
+                return f"need a {direction} kernel for head dims {head_dims[0]}, {head_dims[1]}, which is not built"
             missing = [name for name in sorted(features) if not path.supports(direction, dtype, head_dims, {name})]
-            what = " ".join([direction, *missing]) if missing else f"{direction} d{head_dims[0]}x{head_dims[1]}"
-            return f"need a kernel that is not built: {what}"
+            return f"need a {direction} kernel with {' and '.join(missing or sorted(features))}, which is not built"
     return None
 
 

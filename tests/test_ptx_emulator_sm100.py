@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
+from ptx_emulator.device_arrays import BFLOAT16, SWIZZLES, aligned_array, tensor_map
+from ptx_emulator.harness import LaunchError, UnitKernels, emulator_options
 
-from tests.ptx_emulator.device_arrays import BFLOAT16, SWIZZLES, aligned_array, tensor_map
+Array = np.ndarray[Any, np.dtype[Any]]
 
 pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 
@@ -16,39 +20,33 @@ SCHEDULES = ("eager", "lazy", "random", "pct")
 
 
 @pytest.fixture(scope="module")
-def kernels():
+def kernels() -> UnitKernels:
     """The unit kernels, linked with the emulator."""
-    from tests.ptx_emulator.harness import UnitKernels
-
     return UnitKernels("entry_sm100.cu", "100a", "10.0")
 
 
 @pytest.fixture(params=SCHEDULES)
-def schedule(request):
+def schedule(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each schedule in turn."""
-    from tests.ptx_emulator.harness import emulator_options
-
     with emulator_options(schedule=request.param, seed=17):
         yield request.param
 
 
-def error_of(kernels, *arguments, **keywords):
+def error_of(kernels: UnitKernels, *arguments: Any, **keywords: Any) -> LaunchError:
     """The LaunchError of a launch that must fail."""
-    from tests.ptx_emulator.harness import LaunchError
-
     with pytest.raises(LaunchError) as info:
         kernels.launch(*arguments, **keywords)
     return info.value
 
 
-def bfloat16(values):
+def bfloat16(values: Array) -> tuple[Array, Array]:
     """The nearest bf16 numbers: (their bits, their values)."""
     torch = pytest.importorskip("torch")
     rounded = torch.from_numpy(values).bfloat16()
     return rounded.view(torch.int16).numpy(), rounded.double().numpy()
 
 
-def operands(kernels, swizzle, a_mn, b_mn):
+def operands(kernels: UnitKernels, swizzle: int, a_mn: int, b_mn: int) -> tuple[Array, Array, list[Any], list[Array]]:
     """A (128 x 64), B (64 x 64): their values and the tensor maps of the layout."""
     rng = np.random.default_rng(swizzle + 2 * a_mn + b_mn)
     (a_bits, a), (b_bits, b) = (bfloat16(rng.standard_normal((rows, 64))) for rows in (128, 64))
@@ -66,7 +64,7 @@ def operands(kernels, swizzle, a_mn, b_mn):
 @pytest.mark.parametrize("b_mn", [0, 1])
 @pytest.mark.parametrize("a_mn", [0, 1])
 @pytest.mark.parametrize("swizzle", SWIZZLES)
-def test_products_of_every_layout(kernels, schedule, swizzle, a_mn, b_mn):
+def test_products_of_every_layout(kernels: UnitKernels, schedule: str, swizzle: int, a_mn: int, b_mn: int) -> None:
     """tcgen05.mma on what TMA wrote, every swizzle and both majors of both operands, against fp64."""
     a, b, maps, _tensors = operands(kernels, swizzle, a_mn, b_mn)
     out = np.full((128, 64), np.nan, np.float32)
@@ -75,7 +73,7 @@ def test_products_of_every_layout(kernels, schedule, swizzle, a_mn, b_mn):
 
 
 @pytest.mark.parametrize("skip", [1, 2])
-def test_products_need_each_wait(kernels, schedule, skip):
+def test_products_need_each_wait(kernels: UnitKernels, schedule: str, skip: int) -> None:
     """The wait for the products before they are read, the wait for the operands before they are used."""
     _a, _b, maps, _tensors = operands(kernels, 128, 0, 0)
     error = error_of(kernels, "tensor_128_00", 1, 128, *maps, np.zeros((128, 64), np.float32), skip, shared=24576)
@@ -84,7 +82,7 @@ def test_products_need_each_wait(kernels, schedule, skip):
 
 
 @pytest.mark.parametrize("m", [64, 128])
-def test_product_of_fp8(kernels, schedule, m):
+def test_product_of_fp8(kernels: UnitKernels, schedule: str, m: int) -> None:
     """kind::f8f6f4; with M = 64 the rows lie in every second 16 lanes."""
     torch = pytest.importorskip("torch")
     rng = np.random.default_rng(m)
@@ -101,7 +99,7 @@ def test_product_of_fp8(kernels, schedule, m):
     assert "no fence.proxy.async" in str(error_of(kernels, "tensor_fp8", 1, 128, *bits, out, m, 1))
 
 
-def test_a_in_tensor_memory(kernels, schedule):
+def test_a_in_tensor_memory(kernels: UnitKernels, schedule: str) -> None:
     """The TS form, accumulation, and a result that is read between two products."""
     rng = np.random.default_rng(3)
     (a_bits, a), (b_bits, b) = (bfloat16(rng.standard_normal((rows, 16))) for rows in (128, 16))
@@ -111,14 +109,14 @@ def test_a_in_tensor_memory(kernels, schedule):
 
 
 @pytest.mark.parametrize("skip", [1, 2, 3])
-def test_tensor_memory_needs_each_step(kernels, schedule, skip):
+def test_tensor_memory_needs_each_step(kernels: UnitKernels, schedule: str, skip: int) -> None:
     """wait::st before a product reads, wait::ld and a barrier before a product overwrites."""
     a, b, out = np.zeros((128, 16), np.int16), np.zeros((16, 16), np.int16), np.zeros((2, 128, 16), np.float32)
     error = error_of(kernels, "tensor_a_in_memory", 1, 128, a, b, out, skip)
     assert re.search("hazard: race on tensor memory|deadlock", str(error))  # the phases may fall out of step first
 
 
-def test_shapes_of_loads(kernels):
+def test_shapes_of_loads(kernels: UnitKernels) -> None:
     """16x64b, 16x128b and 16x256b: which cell each register holds."""
     out = np.zeros((3, 128, 4), np.uint32)
     kernels.launch("tensor_shapes", 1, 128, out)
@@ -133,7 +131,7 @@ def test_shapes_of_loads(kernels):
 
 
 @pytest.mark.parametrize("m", [128, 256])
-def test_product_of_a_pair(kernels, schedule, m):
+def test_product_of_a_pair(kernels: UnitKernels, schedule: str, m: int) -> None:
     """cta_group::2: operands from both CTAs, the result in both, a multicast commit."""
     rng = np.random.default_rng(m)
     (a_bits, a), (b_bits, b) = (bfloat16(rng.standard_normal((rows, 16))) for rows in (m, 64))
@@ -148,7 +146,7 @@ def test_product_of_a_pair(kernels, schedule, m):
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
-def test_pair_needs_the_cluster_barrier(kernels, schedule):
+def test_pair_needs_the_cluster_barrier(kernels: UnitKernels, schedule: str) -> None:
     """The leader must know that the other CTA has written its operands."""
     out = np.zeros((2, 128, 64), np.float32)
     error = error_of(
@@ -169,14 +167,12 @@ def test_pair_needs_the_cluster_barrier(kernels, schedule):
         (6, "must be a power of two from 32 to 512"),
     ],
 )
-def test_misuse(kernels, what, report):
+def test_misuse(kernels: UnitKernels, what: int, report: str) -> None:
     """Lanes, ownership, deallocation, shapes, descriptors."""
     assert report in str(error_of(kernels, "tensor_misuse", 1, 128, what))
 
 
-def test_needs_a_device_with_tensor_memory(kernels):
+def test_needs_a_device_with_tensor_memory(kernels: UnitKernels) -> None:
     """The device model of 9.0 has none."""
-    from tests.ptx_emulator.harness import emulator_options
-
     with emulator_options(cc="9.0"):
         assert "has no tensor memory" in str(error_of(kernels, "tensor_misuse", 1, 128, 0))

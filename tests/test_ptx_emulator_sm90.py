@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
+from ptx_emulator.device_arrays import BFLOAT16, FLOAT32, SWIZZLES, aligned_array, tensor_map
+from ptx_emulator.harness import LaunchError, UnitKernels, emulator_options
 
-from tests.ptx_emulator.device_arrays import BFLOAT16, FLOAT32, SWIZZLES, aligned_array, tensor_map
+Array = np.ndarray[Any, np.dtype[Any]]
 
 pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 
@@ -17,32 +21,26 @@ TIMEOUT = 702
 
 
 @pytest.fixture(scope="module")
-def kernels():
+def kernels() -> UnitKernels:
     """The unit kernels, linked with the emulator."""
-    from tests.ptx_emulator.harness import UnitKernels
-
     return UnitKernels("entry_sm90.cu", "90a", "9.0")
 
 
 @pytest.fixture(params=SCHEDULES)
-def schedule(request):
+def schedule(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each schedule in turn."""
-    from tests.ptx_emulator.harness import emulator_options
-
     with emulator_options(schedule=request.param, seed=11):
         yield request.param
 
 
-def error_of(kernels, *arguments, **keywords):
+def error_of(kernels: UnitKernels, *arguments: Any, **keywords: Any) -> LaunchError:
     """The LaunchError of a launch that must fail."""
-    from tests.ptx_emulator.harness import LaunchError
-
     with pytest.raises(LaunchError) as info:
         kernels.launch(*arguments, **keywords)
     return info.value
 
 
-def bfloat16(values):
+def bfloat16(values: Array) -> tuple[Array, Array]:
     """The nearest bf16 numbers: (their bits, their values)."""
     torch = pytest.importorskip("torch")
     rounded = torch.from_numpy(values).bfloat16()
@@ -52,7 +50,7 @@ def bfloat16(values):
 @pytest.mark.parametrize("b_mn", [0, 1])
 @pytest.mark.parametrize("a_mn", [0, 1])
 @pytest.mark.parametrize("swizzle", SWIZZLES)
-def test_products_of_every_layout(kernels, schedule, swizzle, a_mn, b_mn):
+def test_products_of_every_layout(kernels: UnitKernels, schedule: str, swizzle: int, a_mn: int, b_mn: int) -> None:
     """wgmma on what TMA wrote, every swizzle and both majors of both operands, against fp64."""
     rng = np.random.default_rng(swizzle + 2 * a_mn + b_mn)
     (a_bits, a), (b_bits, b) = (bfloat16(rng.standard_normal((64, 64))) for _ in range(2))
@@ -66,14 +64,14 @@ def test_products_of_every_layout(kernels, schedule, swizzle, a_mn, b_mn):
     np.testing.assert_allclose(out, a @ b.T, atol=2e-5)
 
 
-def fp8_tile(rng):
+def fp8_tile(rng: np.random.Generator) -> Any:
     """64 x 32 numbers of e4m3: (bytes, values)."""
     torch = pytest.importorskip("torch")
     values = torch.from_numpy(rng.standard_normal((64, 32)).astype(np.float32)).to(torch.float8_e4m3fn)
     return values.view(torch.uint8).numpy(), values.double().numpy()
 
 
-def test_product_of_fp8_and_signs(kernels, schedule):
+def test_product_of_fp8_and_signs(kernels: UnitKernels, schedule: str) -> None:
     """m64n64k32 of e4m3, -1 as the sign of A, added to accumulators."""
     rng = np.random.default_rng(1)
     (a_bits, a), (b_bits, b) = fp8_tile(rng), fp8_tile(rng)
@@ -92,7 +90,7 @@ def test_product_of_fp8_and_signs(kernels, schedule):
         (4, "a barrier"),
     ],
 )
-def test_product_needs_each_step(kernels, schedule, skip, report):
+def test_product_needs_each_step(kernels: UnitKernels, schedule: str, skip: int, report: str) -> None:
     """wgmma.fence, the proxy fence, wait_group and the barrier."""
     rng = np.random.default_rng(1)
     a, b, out = fp8_tile(rng)[0], fp8_tile(rng)[0], np.zeros((64, 64), np.float32)
@@ -102,7 +100,7 @@ def test_product_needs_each_step(kernels, schedule, skip, report):
     assert "sm90.cu:" in str(error)
 
 
-def test_product_with_a_in_registers(kernels, schedule):
+def test_product_with_a_in_registers(kernels: UnitKernels, schedule: str) -> None:
     """The RS form; A must stay as it is until the wait."""
     rng = np.random.default_rng(2)
     a, b = (rng.standard_normal((64, 16)).astype(np.float16) for _ in range(2))
@@ -113,7 +111,7 @@ def test_product_with_a_in_registers(kernels, schedule):
     assert "a register in flight is written before the wait" in str(error)
 
 
-def test_bulk_ring(kernels, schedule):
+def test_bulk_ring(kernels: UnitKernels, schedule: str) -> None:
     """Bulk copies, phases of mbarriers over several rounds of a ring."""
     values = aligned_array(np.random.default_rng(3).integers(-9, 9, (7, 128)).astype(np.float32))
     out = np.zeros(128, np.float32)
@@ -130,7 +128,7 @@ def test_bulk_ring(kernels, schedule):
         (4, "nothing orders"),
     ],
 )
-def test_bulk_ring_needs_each_step(kernels, schedule, skip, report):
+def test_bulk_ring_needs_each_step(kernels: UnitKernels, schedule: str, skip: int, report: str) -> None:
     """Waits for free and full stages, the fence of the initialisation, an arrival of each warp."""
     values, out = aligned_array(np.ones((7, 128), np.float32)), np.zeros(128, np.float32)
     assert re.search(report, str(error_of(kernels, "bulk_ring", 1, 160, values, out, 7, skip)))
@@ -138,7 +136,7 @@ def test_bulk_ring_needs_each_step(kernels, schedule, skip, report):
 
 @pytest.mark.parametrize("mode", range(4))
 @pytest.mark.parametrize(("x", "y"), [(8, 2), (-4, -3), (28, 9)])
-def test_boxes_inside_and_across_the_edge(kernels, schedule, mode, x, y):
+def test_boxes_inside_and_across_the_edge(kernels: UnitKernels, schedule: str, mode: int, x: int, y: int) -> None:
     """A 16 x 16 box loaded with zeros outside, stored or added with nothing written outside; and plain bytes."""
     rng = np.random.default_rng(4)
     source, target = (aligned_array(rng.integers(-9, 9, (12, 32)).astype(np.float32)) for _ in range(2))
@@ -165,7 +163,7 @@ def test_boxes_inside_and_across_the_edge(kernels, schedule, mode, x, y):
     ("skip", "report"),
     [(1, "no fence.proxy.async"), (2, "nothing orders"), (3, "nothing orders"), (4, "nothing waited for")],
 )
-def test_bulk_stores_need_each_step(kernels, schedule, skip, report):
+def test_bulk_stores_need_each_step(kernels: UnitKernels, schedule: str, skip: int, report: str) -> None:
     """The proxy fence and the barrier before, the wait after a store out of shared memory."""
     source, target = (aligned_array(np.ones((12, 32), np.float32)) for _ in range(2))
     plain = aligned_array(np.ones(256, np.float32))
@@ -173,7 +171,7 @@ def test_bulk_stores_need_each_step(kernels, schedule, skip, report):
     assert report in str(error_of(kernels, "box_and_back", 1, 256, *maps, plain, 0, 0, 0, skip))
 
 
-def test_tensor_map_rules(kernels):
+def test_tensor_map_rules(kernels: UnitKernels) -> None:
     """What cuTensorMapEncodeTiled refuses: alignment, pitch, width of the box, width of the swizzle."""
     tensor = aligned_array(np.zeros((8, 64), np.float32))
     assert not isinstance(tensor_map(kernels, tensor, FLOAT32, (8, 8), 32), int)
@@ -187,7 +185,7 @@ def test_tensor_map_rules(kernels):
         assert tensor_map(kernels, bad, FLOAT32, box, swizzle) == 1
 
 
-def test_copies_that_complete_on_a_barrier(kernels, schedule):
+def test_copies_that_complete_on_a_barrier(kernels: UnitKernels, schedule: str) -> None:
     """cp.async.mbarrier.arrive.noinc."""
     values, out = np.arange(128, dtype=np.int32), np.zeros(128, np.int32)
     kernels.launch("copies_on_barrier", 1, 128, values, out, 0)
@@ -195,7 +193,7 @@ def test_copies_that_complete_on_a_barrier(kernels, schedule):
     assert "nothing orders" in str(error_of(kernels, "copies_on_barrier", 1, 128, values, out, 1))
 
 
-def test_cluster_of_two(kernels, schedule):
+def test_cluster_of_two(kernels: UnitKernels, schedule: str) -> None:
     """Remote stores, remote arrivals, a multicast copy, barrier.cluster."""
     values, out = aligned_array(np.arange(128, dtype=np.float32)), np.zeros((2, 128), np.float32)
     kernels.launch("pair_exchange", 2, 128, values, out, 0)
@@ -203,19 +201,19 @@ def test_cluster_of_two(kernels, schedule):
 
 
 @pytest.mark.parametrize("skip", [1, 2])
-def test_cluster_needs_each_step(kernels, schedule, skip):
+def test_cluster_needs_each_step(kernels: UnitKernels, schedule: str, skip: int) -> None:
     """The cluster barrier before the first remote access, the wait before reading what came."""
     values, out = aligned_array(np.arange(128, dtype=np.float32)), np.zeros((2, 128), np.float32)
     error = error_of(kernels, "pair_exchange", 2, 128, values, out, skip)
     assert "hazard: race" in str(error) or "no initialised mbarrier" in str(error)
 
 
-def test_remote_access_to_an_ended_cta(kernels, schedule):
+def test_remote_access_to_an_ended_cta(kernels: UnitKernels, schedule: str) -> None:
     """A CTA must not end before the others of the cluster have finished with its shared memory."""
     assert "which has ended" in str(error_of(kernels, "write_to_ended", 2, 32, 100_000))
 
 
-def test_registers_move_between_warpgroups(kernels, schedule):
+def test_registers_move_between_warpgroups(kernels: UnitKernels, schedule: str) -> None:
     """setmaxnreg.inc waits for .dec of other warps, and hangs when the CTA has too few registers."""
     out = np.zeros(384, np.int32)
     kernels.launch("move_registers", 1, 384, out, 0)
@@ -225,7 +223,7 @@ def test_registers_move_between_warpgroups(kernels, schedule):
     assert "waits for registers" in str(error)
 
 
-def test_dependent_grid(kernels, schedule):
+def test_dependent_grid(kernels: UnitKernels, schedule: str) -> None:
     """With a programmatic launch, reading what the primary writes before griddepcontrol.wait is a race."""
     data, out = np.zeros(64, np.int32), np.zeros(64, np.int32)
     set_programmatic = kernels.library.flash_ext_test_programmatic
@@ -245,7 +243,7 @@ def test_dependent_grid(kernels, schedule):
         set_programmatic(0)
 
 
-def test_deadlock_report_names_the_phase(kernels, schedule):
+def test_deadlock_report_names_the_phase(kernels: UnitKernels, schedule: str) -> None:
     """Who waits for which barrier, in which phase, and what the phase lacks."""
     error = error_of(kernels, "barrier_deadlock", 1, 32, 2)
     assert error.code == TIMEOUT
@@ -264,7 +262,7 @@ def test_deadlock_report_names_the_phase(kernels, schedule):
         (5, 128, "a swizzle of 128 bytes repeats every 1024 bytes"),
     ],
 )
-def test_misuse(kernels, what, threads, report):
+def test_misuse(kernels: UnitKernels, what: int, threads: int, report: str) -> None:
     """Counts, initialisation, alignment, issue by a whole warpgroup, starts of swizzled tiles."""
     tensor = aligned_array(np.zeros((16, 16), np.float32))
     error = error_of(kernels, "misuse", 1, threads, tensor_map(kernels, tensor, FLOAT32, (16, 16)), what)

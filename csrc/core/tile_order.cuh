@@ -39,7 +39,8 @@ inline TileOrder make_tile_order(int64_t heads, int64_t tiles, bool heaviest_fir
         section = section > kMaxHeads ? kMaxHeads : section;
         section = section > heads ? heads : section;
     }
-    // The rest of the division goes to the last section: it decides how evenly the launch ends, so it must not be small.
+    // The rest of the division goes to the last section: it decides how evenly the launch ends, so it must not be
+    // small.
     const int64_t sections = heads / section > 0 ? heads / section : 1;
     section = heads / sections > 0 ? heads / sections : 1;
     TileOrder order;

@@ -33,15 +33,15 @@ struct SharedTile {
     __device__ __forceinline__ static uint32_t columns_right(uint32_t address, int steps) {
         return (address ^ ((steps % kStepsPerGroup) * 32)) + (steps / kStepsPerGroup) * (kPhases * 16);
     }
-    // Where this lane's row of the 16 x 16 block at (row, column 0) starts, for ldmatrix.x4. Registers 0..3 then hold the
-    // 8 x 8 matrices at (0, 0), (8, 0), (0, 8), (8, 8): an A operand; with .trans the B operands (0, 1) and (2, 3) of a
-    // tile whose rows are B's rows (V of P V).
+    // Where this lane's row of the 16 x 16 block at (row, column 0) starts, for ldmatrix.x4. Registers 0..3 then hold
+    // the 8 x 8 matrices at (0, 0), (8, 0), (0, 8), (8, 8): an A operand; with .trans the B operands (0, 1) and (2, 3)
+    // of a tile whose rows are B's rows (V of P V).
     __device__ __forceinline__ static uint32_t block_offset(int row, int lane) {
         return offset(row + lane % 16, lane / 16);
     }
-    // The same with the matrices in the order (0, 0), (0, 8), (8, 0), (8, 8): the B operands (0, 1) and (2, 3) of a tile
-    // whose rows are B's columns (K of Q K^T). The pair of a B operand must lie in neighbouring registers: taking (0, 2)
-    // and (1, 3) of block_offset instead costs two moves per mma.
+    // The same with the matrices in the order (0, 0), (0, 8), (8, 0), (8, 8): the B operands (0, 1) and (2, 3) of a
+    // tile whose rows are B's columns (K of Q K^T). The pair of a B operand must lie in neighbouring registers: taking
+    // (0, 2) and (1, 3) of block_offset instead costs two moves per mma.
     __device__ __forceinline__ static uint32_t column_block_offset(int row, int lane) {
         return offset(row + lane % 8 + lane / 16 * 8, lane / 8 % 2);
     }

@@ -134,7 +134,8 @@ def _new_recording(arguments: argparse.Namespace, device: torch.device, path: st
         "dtype": arguments.dtype,
         "rounds": arguments.rounds,
         "environment": {name: os.environ[name] for name in info.ENVIRONMENT if name in os.environ},
-        "build": flash_ext.build_info(),
+        # Where the libraries lie says nothing about a measurement, and is nobody else's business.
+        "build": {key: value for key, value in flash_ext.build_info().items() if key != "library_dir"},
         "commit": _commit(),
     }
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")

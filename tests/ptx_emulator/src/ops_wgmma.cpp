@@ -1,13 +1,15 @@
-// wgmma (PTX ISA 9.7.15): m64nNk16 of f16 and bf16, m64nNk32 of fp8, fp32 accumulators.
+// wgmma (PTX ISA 9.7.15): m64nNk16 of f16 and bf16, m64nNk32 of fp8, fp32 accumulators, or f16 ones of f16 and fp8.
 //
 // Accumulator: register i of lane l of warp w holds row 16 w + l / 4 + 8 (i / 2 % 2), column 8 (i / 4) + 2 (l % 4) +
-// i % 2. A in registers lies as the A of mma.m16n8k16 (k32 with bytes) does, 16 rows per warp.
+// i % 2; of f16 accumulators, registers hold two columns. A in registers lies as the A of mma.m16n8k16 (k32 with bytes)
+// does, 16 rows per warp.
 #include <cstring>
 
 #include "errors.h"
 #include "lanes.h"
 #include "machine.h"
 #include "matrix_operand.h"
+#include "numeric.h"
 #include "opcode_table.h"
 #include "warpgroup.h"
 
@@ -23,6 +25,7 @@ struct ProductData : InstructionData {
     bool a_in_registers = false;
     bool a_mn_major = false, b_mn_major = false;
     bool negate_a = false, negate_b = false;
+    bool half_accumulators = false;
 };
 
 Warpgroup& warpgroup_of(Warp& warp) {
@@ -68,20 +71,29 @@ void run_product(Cta& cta, uint32_t first_warp, const WarpgroupProduct& product)
     if (data.negate_b) negate(b);
     for (uint32_t w = 0; w < kWarpgroupWarps; ++w) {
         Warp& warp = *cta.warps[first_warp + w];
-        auto place = [&](uint32_t r, uint32_t lane) {
-            return (lane / 4 + 8 * (r / 2 % 2)) * n + 8 * (r / 4) + 2 * (lane % 4) + r % 2;
+        // Accumulator e of a lane, two by two in a register if they are halves.
+        auto place = [&](uint32_t e, uint32_t lane) {
+            return (lane / 4 + 8 * (e / 2 % 2)) * n + 8 * (e / 4) + 2 * (lane % 4) + e % 2;
         };
-        if (product.accumulate) {
-            for (uint32_t r = 0; r < n / 2; ++r) {
-                const auto* registers = warp.lanes<float>(i.list[0][r]);
-                for (uint32_t lane = 0; lane < kWarpSize; ++lane) d[place(r, lane)] = registers[lane];
+        for (uint32_t e = 0; product.accumulate && e < n / 2; ++e) {
+            if (data.half_accumulators) {
+                const auto* halves = warp.lanes<uint16_t>(i.list[0][e / 2]) + e % 2;
+                for (uint32_t lane = 0; lane < kWarpSize; ++lane) d[place(e, lane)] = f16_to_float(halves[2 * lane]);
+            } else {
+                const auto* registers = warp.lanes<float>(i.list[0][e]);
+                for (uint32_t lane = 0; lane < kWarpSize; ++lane) d[place(e, lane)] = registers[lane];
             }
         }
         multiply_accumulate(&a[w * kRowsPerWarp * depth], b.data(), d.data(), kRowsPerWarp, n, depth, n,
                             product.accumulate);
-        for (uint32_t r = 0; r < n / 2; ++r) {
-            auto* registers = warp.lanes<float>(i.list[0][r]);
-            for (uint32_t lane = 0; lane < kWarpSize; ++lane) registers[lane] = d[place(r, lane)];
+        for (uint32_t e = 0; e < n / 2; ++e) {
+            if (data.half_accumulators) {
+                auto* halves = warp.lanes<uint16_t>(i.list[0][e / 2]) + e % 2;
+                for (uint32_t lane = 0; lane < kWarpSize; ++lane) halves[2 * lane] = float_to_f16(d[place(e, lane)]);
+            } else {
+                auto* registers = warp.lanes<float>(i.list[0][e]);
+                for (uint32_t lane = 0; lane < kWarpSize; ++lane) registers[lane] = d[place(e, lane)];
+            }
         }
     }
     cta.machine.progressed();
@@ -95,7 +107,7 @@ void mark_in_flight(Warp& warp, const Instruction& i, uint32_t pc) {
             checker.set_in_flight(warp, i.list[1][r], Checker::InFlight::kReadByOperation, pc);
         }
     }
-    for (uint32_t r = 0; r < data.n / 2; ++r) {
+    for (uint32_t r = 0; r < i.list_size[0]; ++r) {
         checker.set_in_flight(warp, i.list[0][r], Checker::InFlight::kWrittenByOperation, pc);
     }
 }
@@ -106,7 +118,7 @@ void clear_in_flight(Warp& warp, const Instruction& i) {
     if (data.a_in_registers) {
         for (uint32_t r = 0; r < 4; ++r) checker.clear_in_flight(warp, i.list[1][r]);
     }
-    for (uint32_t r = 0; r < data.n / 2; ++r) checker.clear_in_flight(warp, i.list[0][r]);
+    for (uint32_t r = 0; r < i.list_size[0]; ++r) checker.clear_in_flight(warp, i.list[0][r]);
 }
 
 // Registers that other instructions have written since the latest wgmma.fence.
@@ -126,7 +138,7 @@ void check_fence(Warp& warp, const Instruction& i, const ProductData& data) {
                                    warp.cta.rank, warp.index, warp.program.where(warp.pc()).c_str()));
     }
     for (uint32_t r = 0; data.a_in_registers && r < 4; ++r) check(i.list[1][r], "a register of A");
-    for (uint32_t r = 0; r < data.n / 2; ++r) check(i.list[0][r], "an accumulator");
+    for (uint32_t r = 0; r < i.list_size[0]; ++r) check(i.list[0][r], "an accumulator");
 }
 
 // a, b: descriptors, c: scale-d. list: 0 D, 1 A
@@ -200,13 +212,15 @@ ElementType element_type(DecodeContext& c, const std::string& name) {
 
 void decode_multiply(DecodeContext& c) {
     const std::vector<std::string>& words = c.syntax.modifiers;
-    if (words.size() != 8 || words[2] != "sync" || words[3] != "aligned" || words[5] != "f32") {
-        c.fail("only wgmma.mma_async.sync.aligned.m64nNk.f32.type.type is supported");
+    if (words.size() != 8 || words[2] != "sync" || words[3] != "aligned" || (words[5] != "f32" && words[5] != "f16")) {
+        c.fail("only wgmma.mma_async.sync.aligned.m64nNk with f32 or f16 accumulators is supported");
     }
     auto data = std::make_shared<ProductData>();
     data->a_type = element_type(c, words[6]);
     data->b_type = element_type(c, words[7]);
     const bool halves = element_size(data->a_type) == 2;
+    data->half_accumulators = words[5] == "f16";
+    if (data->half_accumulators && data->a_type == ElementType::kBf16) c.fail("bf16 has f32 accumulators only");
     if (element_size(data->a_type) != element_size(data->b_type) || (halves && data->a_type != data->b_type)) {
         c.fail("the operands' types do not go together");
     }
@@ -220,7 +234,7 @@ void decode_multiply(DecodeContext& c) {
     c.write_list(0, c.operand(0), 4);
     // Accumulators may be in flight already: products on the same registers follow each other.
     c.info.writes.resize(c.info.writes.size() - c.out.list_size[0]);
-    if (c.out.list_size[0] != data->n / 2) c.fail("wrong number of accumulators");
+    if (c.out.list_size[0] != data->n / (data->half_accumulators ? 4 : 2)) c.fail("wrong number of accumulators");
     data->a_in_registers = c.operand(1).kind == SyntaxOperand::Kind::kVector;
     if (data->a_in_registers) {
         c.read_list(1, c.operand(1), 4);

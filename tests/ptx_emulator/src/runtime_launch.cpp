@@ -5,6 +5,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <set>
 #include <vector>
 
 #include <xmmintrin.h>
@@ -22,6 +23,12 @@ struct CallConfiguration {
     cudaStream_t stream = nullptr;
 };
 thread_local std::vector<CallConfiguration> call_configurations;
+
+// Functions that allow clusters of more than 8 CTAs (cudaFuncAttributeNonPortableClusterSizeAllowed).
+std::set<const void*>& large_clusters() {
+    static auto* functions = new std::set<const void*>;
+    return *functions;
+}
 
 std::map<const void*, int>& shared_limits() {
     static auto* limits = new std::map<const void*, int>;
@@ -130,6 +137,11 @@ void launch(const void* host_function, Dim3 grid, Dim3 block, Dim3 cluster, size
     if (cluster.count() <= 1 && program.required_cluster[0]) {
         config.cluster = {program.required_cluster[0], program.required_cluster[1], program.required_cluster[2]};
     }
+    if (config.cluster.count() > 8 && !large_clusters().count(host_function)) {
+        raise(Fault::kInvalidConfiguration,
+              "a cluster of %llu CTAs without cudaFuncAttributeNonPortableClusterSizeAllowed",
+              static_cast<unsigned long long>(config.cluster.count()));
+    }
     config.dynamic_shared = static_cast<uint32_t>(dynamic_shared);
     const size_t shared = dynamic_shared + program.static_shared;
     if (shared > 48 * 1024 && static_cast<int>(dynamic_shared) > dynamic_shared_limit(host_function)) {
@@ -215,6 +227,10 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* fu
 cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribute, int value) {
     return guarded([&] {
         if (!kernel_name(function)) raise(Fault::kMissingKernel, "cudaFuncSetAttribute of an unknown function");
+        if (attribute == cudaFuncAttributeNonPortableClusterSizeAllowed && value) {
+            const std::lock_guard<std::mutex> lock(launch_mutex());
+            large_clusters().insert(function);
+        }
         if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return;
         const auto limit = static_cast<int>(current_device_model().shared_per_cta);
         if (value < 0 || value > limit) {

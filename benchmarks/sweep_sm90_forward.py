@@ -39,7 +39,6 @@ CANDIDATES: dict[tuple[int, int], list[Tile]] = {
         _tile(192, 128, 2, cross_tile=1),
         _tile(192, 128, 2),
         _tile(192, 128, 2, cross_tile=1, ping_pong=0),
-        _tile(192, 128, 2, cross_tile=1, prefetch=2),
         _tile(128, 128, 2, cross_tile=1),
         _tile(128, 192, 2, cross_tile=1),
     ],
@@ -52,7 +51,6 @@ CANDIDATES: dict[tuple[int, int], list[Tile]] = {
     (128, 128): [
         _tile(128, 128, 2, cross_tile=1),
         _tile(128, 128, 2, cross_tile=1, cluster=2),
-        _tile(128, 128, 2, cross_tile=1, prefetch=2),
         _tile(128, 160, 2, cross_tile=1),
         _tile(128, 176, 1, cross_tile=1, cluster=2),
     ],

@@ -123,6 +123,7 @@ BAD_LENGTHS = {
 
 @pytest.mark.sanitizer
 @pytest.mark.needs("varlen")
+@pytest.mark.usefixtures("overlapping_rows")
 @pytest.mark.parametrize("name", BAD_LENGTHS)
 @pytest.mark.parametrize("side", ["q", "k", "both"])
 @pytest.mark.parametrize("direction", ["forward", "backward"])

@@ -158,6 +158,7 @@ def test_views_of_one_tensor(path: Path) -> None:
 
 
 @pytest.mark.needs("varlen")
+@pytest.mark.usefixtures("overlapping_rows")
 @pytest.mark.timeout(600)
 def test_any_lengths_on_the_device(path: Path, guarded_outputs: GuardedAllocations) -> None:
     """Any int32 in cu_seqlens and seqused: wrong rows perhaps, but no error and no write beside a result."""

@@ -17,7 +17,7 @@ namespace flash_ext::sm90 {
 template <class Shape>
 struct ForwardProducer : Shape {
     using Shape::kBlockM, Shape::kBlockN, Shape::kStages, Shape::kQBuffers, Shape::kPlans, Shape::kCluster;
-    using Shape::kPrefetch, Shape::kKeyBoxRows, Shape::kPanels, Shape::kPanelsV;
+    using Shape::kKeyBoxRows, Shape::kPanels, Shape::kPanelsV;
     using Shape::kQBytes, Shape::kKBytes, Shape::kVBytes, Shape::kKOffset, Shape::kVOffset;
     using typename Shape::Control;
 
@@ -53,26 +53,6 @@ struct ForwardProducer : Shape {
                 }
             }
         }
-    }
-
-    // One thread: asks the L2 cache for a block of K or V.
-    template <int kTilePanels>
-    __device__ __forceinline__ static void prefetch(const TensorMap& tensor, const ForwardPlan& plan, int block) {
-        if (kPrefetch == 0 || block < plan.begin || tensor.row_step == 0) return;
-#pragma unroll
-        for (int panel = 0; panel < kTilePanels; ++panel) {
-#pragma unroll
-            for (int i = 0; i < kBlockN; i += kKeyBoxRows) {
-                cute::SM90_TMA_LOAD_4D::PREFETCH::copy(
-                    &tensor.map, panel * kPanelColumns, plan.key_row + block * kBlockN + i,
-                    plan.head_k * tensor.head_step, plan.output.batch * tensor.batch_step);
-            }
-        }
-    }
-    template <int kTilePanels>
-    __device__ __forceinline__ static void prefetch_first(const TensorMap& tensor, const ForwardPlan& plan) {
-#pragma unroll 1
-        for (int i = 1; i <= kPrefetch; ++i) prefetch<kTilePanels>(tensor, plan, plan.end - i);
     }
 
     // One thread: hands out tiles, a little ahead of their use.
@@ -126,7 +106,6 @@ struct ForwardProducer : Shape {
             Barrier::wait(&control.plan_full[plans.index], plans.phase);
             const ForwardPlan& plan = control.plans[plans.index];
             if (plan.output.rows == 0) break;
-            prefetch_first<kPanels>(arguments.k, plan);
 #pragma unroll 1
             for (int block = plan.end - 1; block >= plan.begin; --block) {
                 Barrier::wait(&control.k_empty[k.index], k.phase ^ 1);
@@ -134,7 +113,6 @@ struct ForwardProducer : Shape {
                                                     smem + kKOffset + k.index * kKBytes, plan.key_row + block * kBlockN,
                                                     plan.head_k, plan.output.batch,
                                                     kCluster > 1 && arguments.shares_keys);
-                prefetch<kPanels>(arguments.k, plan, block - kPrefetch);
                 k.advance();
             }
             Barrier::arrive(&control.plan_empty[plans.index]);
@@ -152,7 +130,6 @@ struct ForwardProducer : Shape {
             Barrier::wait(&control.plan_full[plans.index], plans.phase);
             const ForwardPlan& plan = control.plans[plans.index];
             if (plan.output.rows == 0) break;
-            if (lane == 0) prefetch_first<kPanelsV>(arguments.v, plan);
 #pragma unroll 1
             for (int block = plan.end - 1; block >= plan.begin; --block) {
                 Barrier::wait(&control.v_empty[v.index], v.phase ^ 1);
@@ -165,7 +142,6 @@ struct ForwardProducer : Shape {
                                                          v_smem, plan.key_row + block * kBlockN, plan.head_k,
                                                          plan.output.batch, kCluster > 1 && arguments.shares_keys);
                 }
-                if (lane == 0) prefetch<kPanelsV>(arguments.v, plan, block - kPrefetch);
                 if (has_garbage) {
                     Barrier::wait(&control.v_landed, landed_phase);
                     landed_phase ^= 1;

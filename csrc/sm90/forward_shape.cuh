@@ -23,7 +23,6 @@ struct ForwardTile {
     int overlap = 1;     // 1: the softmax runs while the product before it does
     int cross_tile = 0;  // 1: the first S of the next tile is computed while O of this one is written
     int cluster = 1;     // 2: where all tiles of a head walk the same keys, a pair of CTAs loads them once for both
-    int prefetch = 0;    // blocks of keys that are asked for from memory ahead of their copy, beyond the stages
 };
 
 using Barrier = cutlass::arch::ClusterBarrier;
@@ -71,7 +70,6 @@ struct ForwardShape {
     static constexpr int kPlans = 2;
     static constexpr int kCluster = kTile.cluster;
     static constexpr int kKeyBoxRows = kBlockN / kCluster;  // of a TMA box of K or V
-    static constexpr int kPrefetch = kTile.prefetch;
     static constexpr bool kOverlap = kTile.overlap;
     static constexpr bool kPingPong = kTile.ping_pong && kWarpgroups > 1;
     static_assert(kTile.warps % 4 == 0);

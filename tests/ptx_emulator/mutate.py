@@ -157,6 +157,7 @@ def _calls(kernel: dict[str, Any]) -> list[dict[str, Any]]:
     ]
     if kernel["direction"] == "backward":
         calls += [{"rows": 3 * rows, "keys": keys, "deterministic": True, "causal": causal} for causal in (False, True)]
+        calls.append({"rows": rows, "keys": keys, "sinks": True})
     if "softcap" in kernel["features"]:
         for call in calls:
             call["softcap"] = 20.0
@@ -170,7 +171,7 @@ def _run(kernel: dict[str, Any], call: dict[str, Any]) -> list[Tensor]:
     import flash_ext
 
     options = dict(call)
-    rows, keys = options.pop("rows"), options.pop("keys")
+    rows, keys, has_sinks = options.pop("rows"), options.pop("keys"), options.pop("sinks", False)
     generator = torch.Generator().manual_seed(rows * 1000 + keys)
     dtype = getattr(torch, _DTYPES[kernel["dtype"]])
     tile = f"{kernel['block_m']}x{kernel['block_n']}"
@@ -183,13 +184,17 @@ def _run(kernel: dict[str, Any], call: dict[str, Any]) -> list[Tensor]:
     if kernel["direction"] == "forward":
         with _environment(FLASH_EXT_TILE=tile):
             return list(flash_ext.flash_attn_func(q, k, v, return_lse=True, **options))
-    for tensor in (q, k, v):
+    leaves = [q, k, v]
+    if has_sinks:
+        options["learnable_sink"] = torch.tensor([0.5, -0.5])
+        leaves.append(options["learnable_sink"])
+    for tensor in leaves:
         tensor.requires_grad_()
     out = flash_ext.flash_attn_func(q, k, v, **options)
     fixed_order = str(int(options.get("deterministic", False)))
     with _environment(FLASH_EXT_TILE=tile, FLASH_EXT_EMULATOR_DETERMINISTIC=fixed_order):
         out.backward(random(rows, 2, kernel["head_dim_v"]))
-    return [tensor.grad for tensor in (q, k, v) if tensor.grad is not None]
+    return [tensor.grad for tensor in leaves if tensor.grad is not None]
 
 
 def _same(actual: Tensor, expected: Tensor) -> bool:

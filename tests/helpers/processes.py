@@ -11,4 +11,4 @@ from pathlib import Path
 def run(command: Sequence[str], cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     """A process with its output as text."""
     variables: Mapping[str, str] = {**os.environ, **environment}
-    return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=110, check=False)
+    return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=500, check=False)

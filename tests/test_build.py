@@ -80,7 +80,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     result = run([*command, "--wheel-dir", str(folder), str(ROOT)], FLASH_EXT_PATHS=",".join(BUILT) or "none")
     assert result.returncode == 0, result.stdout + result.stderr
-    assert {file: file.stat().st_mtime_ns for file in objects} == objects, "the wheel compiled units again: was the build up to date?"
+    assert {file: file.stat().st_mtime_ns for file in objects} == objects, (
+        "the wheel compiled units again: was the build up to date?"
+    )
     (file,) = folder.glob("*.whl")
     return file
 

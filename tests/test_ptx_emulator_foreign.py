@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ sys.exit(library.flash_ext_test_main(len(words), (ctypes.c_char_p * (len(words) 
 """
 
 
-def run_example(library, *arguments, **variables):
+def run_example(library: Path, *arguments: str, **variables: str | int) -> str:
     """Run an example's main in a process of its own; returns all it prints."""
     environment = {**os.environ, **{f"FLASH_EXT_{name.upper()}": str(value) for name, value in variables.items()}}
     result = subprocess.run(
@@ -46,7 +47,7 @@ def run_example(library, *arguments, **variables):
     return result.stdout
 
 
-def unknown_reports(printed):
+def unknown_reports(printed: str) -> list[str]:
     """The checker's reports that are not among the known ones."""
     reports = [report for report in printed.split("hazard: ")[1:]]
     return [report for report in reports if not re.search(KNOWN_REPORTS, report)]
@@ -54,13 +55,13 @@ def unknown_reports(printed):
 
 @pytest.mark.parametrize("schedule", ["eager", "lazy", "random", "pct"])
 @pytest.mark.parametrize("transposed", [0, 1])
-def test_hopper_product(schedule, transposed):
+def test_hopper_product(schedule: str, transposed: int) -> None:
     """wgmma_tma_sm90: TMA pipeline, wgmma with f16 accumulators, K-major and MN-major operands.
 
     Without the checker: it ends with loads under way whose data nobody uses.
     """
-    from tests.ptx_emulator.foreign import build_example
-    from tests.ptx_emulator.harness import emulator_options
+    from ptx_emulator.foreign import build_example
+    from ptx_emulator.harness import emulator_options
 
     library = ctypes.CDLL(str(build_example("hopper_product.cu", "90a", "9.0")))
     m, n, k = 256, 128, 192
@@ -79,12 +80,12 @@ def test_hopper_product(schedule, transposed):
 @pytest.mark.parametrize(
     "tutorial", ["02_mma_tma_sm100", "03_mma_tma_multicast_sm100", "04_mma_tma_2sm_sm100", "05_mma_tma_epi_sm100"]
 )
-def test_blackwell_tutorials(tutorial):
+def test_blackwell_tutorials(tutorial: str) -> None:
     """cute/tutorial/blackwell: TMA, multicast, pairs of CTAs; each compares with a product on the host.
 
     Their clusters have 16 CTAs, each of which allocates all tensor memory of an SM.
     """
-    from tests.ptx_emulator.foreign import build_example
+    from ptx_emulator.foreign import build_example
 
     library = build_example("example.cu", "100a", "10.0", f"cute/tutorial/blackwell/{tutorial}.cu")
     # Nothing keeps a slow warp from missing a whole phase of an mbarrier in their loops; the schedules that find that
@@ -98,9 +99,9 @@ def test_blackwell_tutorials(tutorial):
         assert unknown_reports(printed) == []
 
 
-def test_blackwell_tutorial_without_proxy_fence():
+def test_blackwell_tutorial_without_proxy_fence() -> None:
     """01_mma_sm100 writes its operands by threads and lacks the proxy fence before tcgen05.mma: reported."""
-    from tests.ptx_emulator.foreign import build_example
+    from ptx_emulator.foreign import build_example
 
     library = build_example("example.cu", "100a", "10.0", "cute/tutorial/blackwell/01_mma_sm100.cu")
     assert "no fence.proxy.async makes the generic write visible" in run_example(library, "256", "512", "128")

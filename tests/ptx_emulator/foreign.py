@@ -15,7 +15,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-from tests.ptx_emulator import build
+from ptx_emulator import build
 
 WHEEL = "nvidia-cutlass==4.2.0.0"
 SOURCES = Path(__file__).parent / "foreign"

@@ -53,7 +53,7 @@ def test_each_removal_in_the_copy_pipeline_is_noticed(schedule: str) -> None:
     ]
 
 
-# Paths whose unnoticed removals are listed in redundant_synchronization.toml. The sm90 forward's are not all listed yet.
+# Paths whose unnoticed removals redundant_synchronization.toml lists. The sm90 forward's are not all listed yet.
 MUTATED = ("sm80",)
 
 

@@ -307,6 +307,9 @@ struct Forward {
         const bool has_sink = params.sinks != nullptr;
         const float sink = has_sink ? load_as_float(params.sinks, params.sinks_dtype, plan.head) : 0.f;
         const float scale_log2 = kRich ? 1.f : arguments.scale_log2;
+        // O goes where this warp's Q was. Where no barrier of a step stands behind the last ldmatrix of Q, the memory
+        // model orders that read and other lanes' writes only here.
+        if constexpr (kStages > 1 && !kTile.q_in_registers) __syncwarp();
 #pragma unroll
         for (int m = 0; m < kMTiles; ++m) {
 #pragma unroll

@@ -148,11 +148,10 @@ bool Checker::ordered(const Actor& actor, const AccessRecord& earlier, const cha
     }
     const WarpClock& clock = actor.warp->clock;
     if (earlier.component == clock.component) {
-        // The same warp: program order for a lane, a warp-level synchronisation between lanes. What a collective read
-        // has read is in the registers of all lanes before any of them goes on.
+        // The same warp: program order for a lane, a warp-level synchronisation between lanes. ldmatrix reads for all
+        // lanes, so that no lane may write there afterwards without one (compute-sanitizer's racecheck says the same).
         const bool same_lane = earlier.lane == actor.record.lane && earlier.lane != kManyLanes;
-        const bool collective_read = earlier.lane == kCollective && !writes(earlier.kind);
-        if (earlier.epoch == knowledge.generic.get(clock.component) && !same_lane && !collective_read) {
+        if (earlier.epoch == knowledge.generic.get(clock.component) && !same_lane) {
             *missing = "different lanes of one warp without bar.warp.sync between them";
             return false;
         }

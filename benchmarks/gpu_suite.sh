@@ -5,6 +5,8 @@
 #
 #   demo       info, the probe kernel of each built path, the demo without real input
 #   tests      the tests of one path on the GPU
+#   repeat     1,000 deterministic backwards while another stream loads memory, two streams and two graphs at once
+#   train      a byte-level GPT with flash_ext and with PyTorch's attention; loss curves; the other tests of training
 #   sanitizer  the small tests (-m sanitizer) under compute-sanitizer: memcheck, synccheck, and racecheck for sm80
 #   bench      the benchmark, with recording and plots
 #   compare    two recordings: compare A.json B.json; or compare A.json, against the last bench in the output folder
@@ -14,6 +16,8 @@
 #   --rows REGEX                  bench: only rows whose name matches
 #   --rounds N                    bench: turns of each provider (default 3)
 #   --tools "memcheck ..."        sanitizer: which tools
+#   --shared-memory BYTES         tests: with so much shared memory per CTA (101376: GPUs of compute capability 8.6, 8.9
+#                                 and 12.0; 166912: 8.0), only what then runs on other tiles
 #   --jobs N                      tests: processes that share the GPU (default 4; 1 without pytest-xdist)
 #   --limit SECONDS               stop the stage after this long (default 470)
 #   --out DIR                     where logs, recordings and plots go (default: $OUT, else build/gpu_suite)
@@ -32,7 +36,7 @@ case $stage in -h | --help) usage; exit 0 ;; esac
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3}
-path="" direction="" rows="" rounds=3 tools="" jobs=4 limit=470
+path="" direction="" rows="" rounds=3 tools="" jobs=4 limit=470 shared_memory=""
 out=${OUT:-$root/build/gpu_suite}
 files=()
 while [ $# -gt 0 ]; do
@@ -40,6 +44,11 @@ while [ $# -gt 0 ]; do
         --path | --direction | --rows | --rounds | --tools | --jobs | --limit | --out)
             [ $# -ge 2 ] || die "$1 needs a value"
             printf -v "${1#--}" '%s' "$2"
+            shift 2
+            ;;
+        --shared-memory)
+            [ $# -ge 2 ] || die "$1 needs a value"
+            shared_memory=$2
             shift 2
             ;;
         -*) die "unknown option $1 (see --help)" ;;
@@ -54,7 +63,7 @@ mkdir -p "$out" || die "cannot make $out"
 out=$(cd "$out" && pwd)
 cd "$root" || exit 2
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
-label=${path:-auto}${direction:+-$direction}
+label=${path:-auto}${direction:+-$direction}${shared_memory:+-$shared_memory}
 started=$SECONDS
 failures=()
 summary=()
@@ -133,9 +142,10 @@ stage_tests() {
     select_tests
     if [ "$jobs" -gt 1 ] && "$python" -c 'import xdist' 2>/dev/null; then parallel=(-n "$jobs"); fi
     check tests "$python" -m pytest tests --path "$test_path" -q -p no:cacheprovider -m "not large" \
-        "${parallel[@]}" "${selection[@]}"
+        "${parallel[@]}" "${selection[@]}" ${shared_memory:+--shared-memory "$shared_memory"}
     # Tests over 8 GB run alone. Exit status 5: there are none.
-    run tests-large "$python" -m pytest tests --path "$test_path" -q -p no:cacheprovider -m large "${selection[@]}"
+    run tests-large "$python" -m pytest tests --path "$test_path" -q -p no:cacheprovider -m large "${selection[@]}" \
+        ${shared_memory:+--shared-memory "$shared_memory"}
     status=$?
     case $status in
         0) summary+=("tests-large: ok") ;;
@@ -146,6 +156,20 @@ stage_tests() {
     for name in tests tests-large; do
         [ -f "$out/$name.log" ] && summary+=("$name: $(grep -E '(passed|failed|error|no tests ran)' "$out/$name.log" | tail -1)")
     done
+}
+
+stage_repeat() {
+    local test_path=${path:-$(default_path)}
+    [ -n "$test_path" ] || die "no path serves this machine"
+    check repeat "$python" -m pytest tests/test_reported_bugs.py tests/test_contract_cuda.py --path "$test_path" -q \
+        -p no:cacheprovider -k "under_load or two_streams or two_graphs"
+}
+
+stage_train() {
+    local test_path=${path:-$(default_path)}
+    [ -n "$test_path" ] || die "no path serves this machine"
+    export FLASH_EXT_TEST_PLOTS=$out
+    check train "$python" -m pytest tests/test_training.py --path "$test_path" -q -p no:cacheprovider --durations=0
 }
 
 stage_sanitizer() {
@@ -189,7 +213,7 @@ stage_compare() {
 }
 
 case $stage in
-    demo | tests | sanitizer | bench | compare) "stage_$stage" ;;
+    demo | tests | repeat | train | sanitizer | bench | compare) "stage_$stage" ;;
     *) die "unknown stage $stage (see --help)" ;;
 esac
 

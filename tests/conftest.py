@@ -63,6 +63,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help=f"paths to test: {', '.join(NAMES)}, or '{INDEPENDENT}' for the tests that need no path; "
         f"default: '{INDEPENDENT}' and every path that this machine can run",
     )
+    group.addoption(
+        "--shared-memory",
+        type=int,
+        default=None,
+        metavar="BYTES",
+        help="set FLASH_EXT_MAX_SHARED_MEMORY, and run only the tests that then run on other tiles than without it "
+        "(101376: GPUs of compute capability 8.6, 8.9 and 12.0; 166912: 8.0 and 8.7)",
+    )
     group.addoption("--seed", type=int, default=None, help="seed of all random inputs; default: a new one")
     group.addoption("--path-here", default=None, help="(internal) the one path that this process runs")
     group.addoption("--path-report", default=None, help="(internal) where this process leaves its counts")
@@ -98,6 +106,8 @@ def _path_of_node_id(argument: object) -> str | None:
 def pytest_cmdline_main(config: pytest.Config) -> Generator[None, Any, Any]:
     """Settle what this process runs before flash_ext is imported; run the other paths after it."""
     option = config.option
+    if option.shared_memory is not None:
+        os.environ["FLASH_EXT_MAX_SHARED_MEMORY"] = str(option.shared_memory)
     given = getattr(config, "workerinput", None)
     if given is not None:  # a process of pytest-xdist, which has the environment of its controller
         option.path_here, option.seed = given["flash_ext_path"], given["flash_ext_seed"]
@@ -249,7 +259,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         needs_path = "path" in getattr(item, "fixturenames", ())
         if needs_path != (path is not None):
             continue  # another process runs it
-        reason = _unselected_reason(item, path, wants_large) if path else None
+        reason = _unselected_reason(item, path, wants_large, config.option.shared_memory) if path else None
+        if path is None and config.option.shared_memory is not None:
+            reason = _SAME_TILE
         if reason is None:
             kept.append(item)
         else:
@@ -263,10 +275,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.stash[_REASONS] = reasons
 
 
+_SAME_TILE = "run on the same tile with as much shared memory as --shared-memory leaves"
 _REASONS = pytest.StashKey[Counter[str]]()
 
 
-def _unselected_reason(item: pytest.Item, path: Path, wants_large: bool) -> str | None:
+def _unselected_reason(item: pytest.Item, path: Path, wants_large: bool, shared_memory: int | None) -> str | None:
     """Why a test of the contract is not for this path, or None."""
     if item.get_closest_marker("gpu") and path.kind != "gpu":
         return "need a real GPU"
@@ -294,6 +307,10 @@ def _unselected_reason(item: pytest.Item, path: Path, wants_large: bool) -> str 
                 return f"need a {direction} kernel for head dims {head_dims[0]}, {head_dims[1]}, which is not built"
             missing = [name for name in sorted(features) if not path.supports(direction, dtype, head_dims, {name})]
             return f"need a {direction} kernel with {' and '.join(missing or sorted(features))}, which is not built"
+    # A test of hypothesis draws its cases later.
+    if shared_memory is not None and not getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+        if not any(path.changes_tile(x, dtype, head_dims, features, shared_memory) for x in directions):
+            return _SAME_TILE
     return None
 
 

@@ -83,18 +83,42 @@ class Path:
         features : iterable of str
             Names as in ``csrc/kernels.toml``.
         """
+        return self.kind == "cpu" or bool(self._serving(direction, dtype, head_dims, features))
+
+    def changes_tile(
+        self, direction: str, dtype: torch.dtype, head_dims: tuple[int, int], features: Iterable[str], limit: int
+    ) -> bool:
+        """Whether such calls run on another tile where a CTA may use only ``limit`` bytes of shared memory.
+
+        Parameters
+        ----------
+        direction, dtype, head_dims, features
+            As in `supports`.
+        limit : int
+            What ``FLASH_EXT_MAX_SHARED_MEMORY`` says.
+        """
         if self.kind == "cpu":
-            return True
+            return False
+        rows = self._serving(direction, dtype, head_dims, features)
+        # The first of the smallest tiles is taken, if it fits.
+        best = min(rows, key=lambda row: row["head_dim"] + row["head_dim_v"], default=None)
+        return best is not None and best["shared_memory"] > limit
+
+    def _serving(
+        self, direction: str, dtype: torch.dtype, head_dims: tuple[int, int], features: Iterable[str]
+    ) -> list[dict[str, Any]]:
+        """The kernels that can do what such calls ask, best first within equal head dims."""
         wanted = set(features)
         name = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
-        return any(
-            row["direction"] == direction
+        return [
+            row
+            for row in _kernels(self.library)
+            if row["direction"] == direction
             and row["dtype"] == name
             and row["head_dim"] >= head_dims[0]
             and row["head_dim_v"] >= head_dims[1]
             and wanted <= set(row["features"])
-            for row in _kernels(self.library)
-        )
+        ]
 
 
 @functools.cache

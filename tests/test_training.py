@@ -100,7 +100,7 @@ def test_activation_checkpointing(path: Path, dropout_p: float) -> None:
 def test_compiled_training_step(path: Path) -> None:
     """The whole model as one graph, forward and backward compiled, learns as the eager one does."""
     size = _step_size(path)
-    losses = []
+    losses: list[list[float]] = []
     for compiled in (False, True):
         model = _model(path)
         step = torch.compile(model, fullgraph=True, backend=path.fit("inductor", "aot_eager", "aot_eager"))

@@ -9,17 +9,19 @@
 // and dK, dV stay in the warp's registers to the end, summed over the query heads of the group in fp32. Only dS passes
 // through shared memory, for dQ, which is added to an fp32 scratch in global memory.
 //
-//   kSplit = 1    a warp computes its keys against all queries; P^T and dS^T stay in registers for dV and dK
-//   kSplit = 2    wide heads: two warps share kWarpKeys keys, each computes them against half of the queries, both read
-//                 P^T and dS^T of all queries back from shared memory, and each owns half of the columns of dK and dV
+//   kSplit = 1       a warp computes its keys against all queries; P^T and dS^T stay in registers for dV and dK
+//   kSplit = 2, 4    wide heads: kSplit warps share kWarpKeys keys, each computes them against its part of the queries,
+//                    all read P^T and dS^T of all queries back from shared memory, each owns a part of the columns of
+//                    dK and dV
 //
 // One step (query block m of one head), kStages buffers of Q and dO:
 //   wait Q[m], dO[m]; barrier           all copies have landed; no warp still reads what is filled next
 //   kStages = 2: copy Q, dO of the next step
 //   for each slice of queries: S^T, dP^T, P, dS -> shared memory; kSplit = 1: dV, dK
-//   barrier                             dS (and P) is there
-//   kSplit = 2: dV, dK
-//   kStages = 1: barrier; copy Q, dO of the next step
+//   barrier                             dS (and P) is there; kSplit = 1: all warps are done with Q and dO
+//   kSplit > 1: dV, dK
+//   kSplit > 1 and kStages = 1: barrier all warps are done with Q and dO
+//   kStages = 1: copy Q, dO of the next step
 //   dQ = dS K, added to the scratch
 //
 // Deterministic: the additions into one query tile are made in ascending order of the key block. A CTA takes its place
@@ -29,7 +31,7 @@
 // the turn by itself; thread 0 passes it on behind the next step's first barrier, so neither costs a barrier of its
 // own.
 //
-// Shared memory: K kBlockN x d, V kBlockN x d_v, kStages x (Q kBlockM x d, dO kBlockM x d_v), dS^T (kSplit = 2: and
+// Shared memory: K kBlockN x d, V kBlockN x d_v, kStages x (Q kBlockM x d, dO kBlockM x d_v), dS^T (kSplit > 1: and
 // P^T) kBlockN x kBlockM, kStages x 2 kBlockM fp32 (lse, delta). dK and dV leave through the rows of K and V.
 #pragma once
 
@@ -354,7 +356,7 @@ struct Backward {
                 if constexpr (kStages == 2) copy_next(arguments, work, smem_base, head, block, stage ^ 1);
                 accumulate(dk_frag, dv_frag, arguments, work, smem_base, head, block, stage);
                 if constexpr (kStages == 1) {
-                    __syncthreads();  // all warps are done with Q and dO
+                    if constexpr (kSplit > 1) __syncthreads();  // all warps are done with Q and dO
                     copy_next(arguments, work, smem_base, head, block, 0);
                 }
                 const bool is_whole = attention.head_dim == kHeadDim && (block + 1) * kBlockM <= work.queries_used;

@@ -79,4 +79,9 @@ __device__ __forceinline__ KeyBlocks key_blocks(const Mask& mask, int32_t row_be
     return blocks;
 }
 
+// Bits [0, count), all for count >= 32.
+__device__ __forceinline__ uint32_t low_bits(int count) {
+    return count >= 32 ? ~0u : count <= 0 ? 0u : (1u << count) - 1;
+}
+
 }  // namespace flash_ext

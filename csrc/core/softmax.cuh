@@ -32,6 +32,27 @@ struct RowResult {
     bool has_keys;    // false: the output is 0 whatever was accumulated
 };
 
+// Lets the sink (natural-unit logit; has_sink false: none) take part, normalises. row_max: of the scores before
+// scaling.
+__device__ __forceinline__ RowResult finish_row(float row_max, float sum, float scale_log2, bool has_sink, float sink) {
+    float maximum = row_max * scale_log2;
+    // The maximum passes over NaN, the sum does not: a row of NaN alone has keys.
+    const bool has_keys = row_max != minus_infinity() || sum != 0.f;
+    float factor = 1.f;
+    if (!has_keys) maximum = minus_infinity();
+    if (has_sink) {
+        const float sink_log2 = sink * kLog2E;
+        const float larger = fmaxf(maximum, sink_log2);
+        if (larger != minus_infinity()) {
+            factor = ptx::ex2_approx_ftz(maximum - larger);
+            sum = sum * factor + ptx::ex2_approx_ftz(sink_log2 - larger);
+            maximum = larger;
+        }
+    }
+    if (sum == 0.f) return {0.f, minus_infinity(), false};
+    return {has_keys ? factor / sum : 0.f, (maximum + log2f(sum)) * kLn2, has_keys};
+}
+
 template <int kMTiles>
 struct OnlineSoftmax {
     float row_max[kMTiles][2];  // of the scores before scaling
@@ -93,25 +114,9 @@ struct OnlineSoftmax {
         return __any_sync(kAllLanes, grows);
     }
 
-    // Adds up the row sum, lets the sink (natural-unit logit; has_sink false: none) take part, normalises.
+    // Adds up the row sum, lets the sink take part, normalises.
     __device__ __forceinline__ RowResult finish(int m, int half, float scale_log2, bool has_sink, float sink) const {
-        float sum = quad_sum(row_sum[m][half]);
-        float maximum = row_max[m][half] * scale_log2;
-        // The maximum passes over NaN, the sum does not: a row of NaN alone has keys.
-        const bool has_keys = row_max[m][half] != minus_infinity() || sum != 0.f;
-        float factor = 1.f;
-        if (!has_keys) maximum = minus_infinity();
-        if (has_sink) {
-            const float sink_log2 = sink * kLog2E;
-            const float larger = fmaxf(maximum, sink_log2);
-            if (larger != minus_infinity()) {
-                factor = ptx::ex2_approx_ftz(maximum - larger);
-                sum = sum * factor + ptx::ex2_approx_ftz(sink_log2 - larger);
-                maximum = larger;
-            }
-        }
-        if (sum == 0.f) return {0.f, minus_infinity(), false};
-        return {has_keys ? factor / sum : 0.f, (maximum + log2f(sum)) * kLn2, has_keys};
+        return finish_row(row_max[m][half], quad_sum(row_sum[m][half]), scale_log2, has_sink, sink);
     }
 };
 

@@ -45,13 +45,12 @@
 #include <cute/arch/copy_sm90_desc.hpp>
 
 #include "core/launch.cuh"
-#include "core/numeric.cuh"
 #include "params.h"
 #include "sm90/forward_consumer.cuh"
+#include "sm90/forward_launch.cuh"
 #include "sm90/forward_plan.cuh"
 #include "sm90/forward_producer.cuh"
 #include "sm90/forward_shape.cuh"
-#include "sm90/tensor_map.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -63,9 +62,9 @@ template <DataType kType, int kHeadDim, int kHeadDimV, ForwardTile kTile, bool k
 struct Forward : ForwardShape<kType, kHeadDim, kHeadDimV, kTile, kRich> {
     using Shape = ForwardShape<kType, kHeadDim, kHeadDimV, kTile, kRich>;
     using Producer = ForwardProducer<Shape>;
-    using Shape::kBlockM, Shape::kBlockN, Shape::kStages, Shape::kQBuffers, Shape::kPlans, Shape::kCluster;
-    using Shape::kControlOffset, Shape::kKeyBoxRows, Shape::kThreads, Shape::kConsumerWarps, Shape::kSharedMemory;
+    using Shape::kControlOffset, Shape::kThreads, Shape::kConsumerWarps, Shape::kSharedMemory;
     using Shape::kProducerRegisters, Shape::kConsumerRegisters;
+    using Shape::kStages, Shape::kQBuffers, Shape::kPlans, Shape::kCluster;
     using typename Shape::Control;
 
     __device__ __forceinline__ static void run(const ForwardArguments& arguments) {
@@ -124,96 +123,14 @@ struct Forward : ForwardShape<kType, kHeadDim, kHeadDimV, kTile, kRich> {
         }
     }
 
-    // The grid, and what it is made of.
-    struct Grid {
-        int64_t heads, tiles;
-        int64_t blocks;
-        bool is_uneven;   // tiles differ in work
-        bool is_dynamic;  // and are handed out one by one
-    };
-    static Grid make_grid(const ForwardParams& params, const LaunchContext& context, const MaskBounds& bounds) {
-        const bool packed = params.cu_seqlens_q != nullptr;
-        Grid grid;
-        grid.heads = packed ? params.heads_q : static_cast<int64_t>(params.batch) * params.heads_q;
-        grid.tiles = packed ? varlen_slots(params.seqlen_q, params.batch, kBlockM)
-                            : (static_cast<int64_t>(params.seqlen_q) + kBlockM - 1) / kBlockM;
-        if (params.seqlen_q == 0) grid.tiles = 0;
-        const int64_t sms = context.sm_count - params.sm_margin > 1 ? context.sm_count - params.sm_margin : 1;
-        grid.blocks = grid.heads * grid.tiles < sms ? grid.heads * grid.tiles : sms;
-        if (kCluster > 1 && grid.blocks > 1) grid.blocks -= grid.blocks % 2;
-        grid.is_uneven = bounds.left >= 0 || bounds.right >= 0 || packed || params.cu_seqlens_k != nullptr ||
-                         params.seqused_q != nullptr || params.seqused_k != nullptr;
-        grid.is_dynamic = grid.is_uneven && grid.heads * grid.tiles > grid.blocks;
-        return grid;
-    }
-
     static int64_t workspace(const void* forward_params, const LaunchContext* context) {
-        const ForwardParams& params = *static_cast<const ForwardParams*>(forward_params);
-        return make_grid(params, *context, mask_bounds(params)).is_dynamic ? sizeof(unsigned long long) : 0;
+        return ForwardLaunch<Shape>::workspace(*static_cast<const ForwardParams*>(forward_params), *context);
     }
 
     static int32_t launch(const void* forward_params, const LaunchContext* context) {
-        const ForwardParams& params = *static_cast<const ForwardParams*>(forward_params);
-        ForwardArguments arguments;
-        arguments.params = params;
-        arguments.bounds = mask_bounds(params);
-        const Grid grid = make_grid(params, *context, arguments.bounds);
-        if (grid.blocks == 0) return cudaSuccess;
-
-        const int32_t q_batch = params.cu_seqlens_q != nullptr ? 1 : params.batch;
-        const int32_t k_batch = params.cu_seqlens_k != nullptr ? 1 : params.batch;
-        cudaError_t error = encode(&arguments.q, params.q, params.dtype, q_batch, params.seqlen_q, params.heads_q,
-                                   params.head_dim, kBlockM);
-        if (error == cudaSuccess && params.seqlen_k > 0) {
-            error = encode(&arguments.k, params.k, params.dtype, k_batch, params.seqlen_k, params.heads_k,
-                           params.head_dim, kKeyBoxRows);
-            if (error == cudaSuccess) {
-                error = encode(&arguments.v, params.v, params.dtype, k_batch, params.seqlen_k, params.heads_k,
-                               params.head_dim_v, kKeyBoxRows);
-            }
-            if (error != cudaSuccess) return error;
-        } else {
-            if (error != cudaSuccess) return error;
-            arguments.k = arguments.v = arguments.q;  // no key is ever loaded
-        }
-        arguments.v_tail_is_garbage =
-            params.cu_seqlens_k != nullptr || params.seqused_k != nullptr || arguments.v.row_step == 0;
-        // Tiles 2 i and 2 i + 1 of a head always run at the same time in a pair of CTAs, and walk the same keys.
-        arguments.shares_keys = kCluster > 1 && !grid.is_uneven && grid.tiles % 2 == 0 && grid.blocks % 2 == 0 &&
-                                arguments.k.row_step != 0 && arguments.v.row_step != 0;
-        const int64_t key_bytes = static_cast<int64_t>(params.seqlen_k) * (params.head_dim + params.head_dim_v) * 2 *
-                                  params.heads_k / params.heads_q;
-        arguments.order = make_tile_order(grid.heads, grid.tiles, arguments.bounds.right == 0, key_bytes);
-        arguments.heads = make_fast_divisor(params.heads_q);
-        arguments.group = make_fast_divisor(params.heads_q / params.heads_k);
-        arguments.scale_log2 = params.softmax_scale * kLog2E;
-        arguments.inner_scale = params.softcap > 0.f ? params.softmax_scale / params.softcap : 0.f;
-        arguments.softcap_log2 = params.softcap * kLog2E;
-        arguments.dropout_scale = 65536.f / static_cast<float>(65536u - params.dropout_threshold);
-
-        const auto stream = static_cast<cudaStream_t>(context->stream);
-        arguments.positions = nullptr;
-        if (grid.is_dynamic) {
-            arguments.positions = static_cast<unsigned long long*>(context->workspace);
-            error = cudaMemsetAsync(arguments.positions, 0, sizeof(unsigned long long), stream);
-            if (error != cudaSuccess) return error;
-        }
-        const void* kernel = reinterpret_cast<const void*>(&forward_kernel<Forward>);
         static SharedMemoryOptIn opt_in;
-        error = opt_in.ensure(kernel, context->device, kSharedMemory);
-        if (error != cudaSuccess) return error;
-        void* kernel_arguments[] = {&arguments};
-        cudaLaunchAttribute cluster;
-        cluster.id = cudaLaunchAttributeClusterDimension;
-        cluster.val.clusterDim = {2, 1, 1};
-        cudaLaunchConfig_t config{};
-        config.gridDim = dim3(static_cast<unsigned>(grid.blocks));
-        config.blockDim = dim3(kThreads);
-        config.dynamicSmemBytes = kSharedMemory;
-        config.stream = stream;
-        config.attrs = &cluster;
-        config.numAttrs = arguments.shares_keys ? 1 : 0;
-        return cudaLaunchKernelExC(&config, kernel, kernel_arguments);
+        return ForwardLaunch<Shape>::launch(*static_cast<const ForwardParams*>(forward_params), *context,
+                                            reinterpret_cast<const void*>(&forward_kernel<Forward>), opt_in);
     }
 };
 

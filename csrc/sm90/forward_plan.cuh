@@ -48,13 +48,12 @@ struct ForwardPlan {
     int head_k;
     int key_row;                       // the sequence's first key row, as tensor_row
     int begin, end;                    // key blocks that any row needs; equal: none
-    KeyBlocks blocks[kMaxWarpgroups];  // of each warpgroup's 64 rows, within [begin, end)
+    KeyBlocks blocks[kMaxWarpgroups];  // of each group of kRows rows, within [begin, end)
 };
 
 // The plan of position `position`; false if there is nothing to do there.
-template <int kBlockM, int kBlockN>
+template <int kBlockM, int kBlockN, int kRows>
 __device__ __forceinline__ bool make_plan(ForwardPlan& plan, const ForwardArguments& arguments, uint64_t position) {
-    constexpr int kRows = 64;
     const ForwardParams& params = arguments.params;
     const TileIndex index = tile_at(arguments.order, position);
     const Quotient batch_head = divide_any(index.head, arguments.heads);
@@ -86,5 +85,29 @@ __device__ __forceinline__ bool make_plan(ForwardPlan& plan, const ForwardArgume
     }
     return true;
 }
+
+// Where a CTA is in the order of tiles. It takes its positions one by one, in turn with the others or as they come.
+struct TileWalk {
+    uint64_t position;
+    bool is_first;
+
+    __device__ __forceinline__ TileWalk() : position(blockIdx.x), is_first(true) {}
+
+    // The next plan that has something to do; else one with no rows, and false.
+    template <int kBlockM, int kBlockN, int kRows>
+    __device__ __forceinline__ bool next(ForwardPlan& plan, const ForwardArguments& arguments) {
+        const uint64_t positions = static_cast<uint64_t>(arguments.order.heads) * arguments.order.tiles;
+        const auto take_position = [&] {
+            position = arguments.positions != nullptr ? gridDim.x + atomicAdd(arguments.positions, 1ull)
+                                                      : position + gridDim.x;
+        };
+        if (!is_first) take_position();
+        is_first = false;
+        while (position < positions && !make_plan<kBlockM, kBlockN, kRows>(plan, arguments, position)) take_position();
+        if (position < positions) return true;
+        plan.output.rows = 0;
+        return false;
+    }
+};
 
 }  // namespace flash_ext::sm90

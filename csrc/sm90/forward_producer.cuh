@@ -1,4 +1,4 @@
-// The producer warps of the sm90 forward: what is done next, and its Q, K and V.
+// The producer warps of the sm90 forward: what is done next, and its Q, K and V (K and V of the sm100 forward, too).
 #pragma once
 
 #include <stdint.h>
@@ -8,15 +8,16 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "sm90/forward_plan.cuh"
-#include "sm90/forward_shape.cuh"
+#include "sm90/panel.cuh"
+#include "sm90/pipeline.cuh"
 #include "sm90/tensor_map.cuh"
-#include "sm90/wgmma.cuh"
 
 namespace flash_ext::sm90 {
 
 template <class Shape>
 struct ForwardProducer : Shape {
-    using Shape::kBlockM, Shape::kBlockN, Shape::kStages, Shape::kQBuffers, Shape::kPlans, Shape::kCluster;
+    using Shape::kBlockM, Shape::kBlockN, Shape::kStages, Shape::kVStages, Shape::kQBuffers, Shape::kPlans,
+        Shape::kCluster;
     using Shape::kKeyBoxRows, Shape::kPanels, Shape::kPanelsV;
     using Shape::kQBytes, Shape::kKBytes, Shape::kVBytes, Shape::kKOffset, Shape::kVOffset;
     using typename Shape::Control;
@@ -57,20 +58,13 @@ struct ForwardProducer : Shape {
 
     // One thread: hands out tiles, a little ahead of their use.
     __device__ __forceinline__ static void schedule(const ForwardArguments& arguments, Control& control) {
-        const uint64_t positions = static_cast<uint64_t>(arguments.order.heads) * arguments.order.tiles;
-        uint64_t position = blockIdx.x;
-        const auto take_position = [&] {
-            position = arguments.positions != nullptr ? gridDim.x + atomicAdd(arguments.positions, 1ull)
-                                                      : position + gridDim.x;
-        };
+        TileWalk walk;
         Ring<kPlans> plans;
-        for (bool is_first = true;; is_first = false) {
+        for (;;) {
             Barrier::wait(&control.plan_empty[plans.index], plans.phase ^ 1);
-            if (!is_first) take_position();  // as late as possible: the better balanced
-            ForwardPlan& plan = control.plans[plans.index];
-            while (position < positions && !make_plan<kBlockM, kBlockN>(plan, arguments, position)) take_position();
-            const bool is_last = position >= positions;
-            if (is_last) plan.output.rows = 0;
+            // A position is taken as late as possible: the better balanced.
+            const bool is_last =
+                !walk.template next<kBlockM, kBlockN, Shape::kRows>(control.plans[plans.index], arguments);
             Barrier::arrive(&control.plan_full[plans.index]);
             if (is_last) break;
             plans.advance();
@@ -124,7 +118,7 @@ struct ForwardProducer : Shape {
     __device__ __forceinline__ static void load_values(const ForwardArguments& arguments, unsigned char* smem,
                                                        Control& control, int lane) {
         Ring<kPlans> plans;
-        Ring<kStages> v;
+        Ring<kVStages> v;
         uint32_t landed_phase = 0;
         for (;;) {
             Barrier::wait(&control.plan_full[plans.index], plans.phase);

@@ -3,12 +3,10 @@
 
 #include <stdint.h>
 
-#include <cutlass/arch/barrier.h>
-
-#include "core/softmax.cuh"
 #include "params.h"
 #include "sm90/forward_plan.cuh"
-#include "sm90/wgmma.cuh"
+#include "sm90/panel.cuh"
+#include "sm90/pipeline.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -25,32 +23,6 @@ struct ForwardTile {
     int cluster = 1;     // 2: where all tiles of a head walk the same keys, a pair of CTAs loads them once for both
 };
 
-using Barrier = cutlass::arch::ClusterBarrier;
-using TransactionBarrier = cutlass::arch::ClusterTransactionBarrier;
-
-// A position in a ring of kSize buffers. Who fills waits for phase ^ 1, who reads for phase.
-template <int kSize>
-struct Ring {
-    uint32_t index = 0;
-    uint32_t phase = 0;
-    __device__ __forceinline__ void advance() {
-        if constexpr (kSize == 1) {
-            phase ^= 1;
-        } else {
-            ++index;
-            if (index == kSize) {
-                index = 0;
-                phase ^= 1;
-            }
-        }
-    }
-};
-
-// A value that is the same in all lanes, in a uniform register: what wgmma's descriptors and branches are best made of.
-__device__ __forceinline__ int uniform(int value) {
-    return __reduce_max_sync(kAllLanes, value);
-}
-
 // What follows from the template parameters, for producers, consumers and launcher alike.
 template <DataType kType, int kHeadDim, int kHeadDimV, ForwardTile kTile, bool kRich>
 struct ForwardShape {
@@ -62,6 +34,7 @@ struct ForwardShape {
     static constexpr int kBlockM = kTile.block_m;
     static constexpr int kBlockN = kTile.block_n;
     static constexpr int kStages = kTile.stages;
+    static constexpr int kVStages = kStages;
     static constexpr int kQBuffers = kTile.q_buffers;
     static constexpr int kThreads = kTile.warps * 32;
     static constexpr int kWarpgroups = kTile.warps / 4 - 1;
@@ -69,7 +42,8 @@ struct ForwardShape {
     static constexpr int kRows = 64;  // of a warpgroup
     static constexpr int kPlans = 2;
     static constexpr int kCluster = kTile.cluster;
-    static constexpr int kKeyBoxRows = kBlockN / kCluster;  // of a TMA box of K or V
+    static constexpr int kQBoxRows = kBlockM;               // of a TMA box of Q
+    static constexpr int kKeyBoxRows = kBlockN / kCluster;  // of K or V
     static constexpr bool kOverlap = kTile.overlap;
     static constexpr bool kPingPong = kTile.ping_pong && kWarpgroups > 1;
     static_assert(kTile.warps % 4 == 0);

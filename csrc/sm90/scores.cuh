@@ -20,11 +20,6 @@ __device__ __forceinline__ int elements_before(int limit) {
     return limit <= 0 ? 0 : limit / 8 * 2 + min(limit % 8, 2);
 }
 
-// Bits [0, count), all for count >= 32.
-__device__ __forceinline__ uint32_t low_bits(int count) {
-    return count >= 32 ? ~0u : count <= 0 ? 0u : (1u << count) - 1;
-}
-
 // -inf where a row does not see a key. A word holds the visibility of 32 elements (128 keys), so that an element costs
 // one predicated move, whatever the bounds.
 template <int kCount>

@@ -6,7 +6,7 @@
 #include <stdint.h>
 
 #include "params.h"
-#include "sm90/wgmma.cuh"
+#include "sm90/panel.cuh"
 
 namespace flash_ext::sm90 {
 

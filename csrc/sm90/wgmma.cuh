@@ -1,8 +1,5 @@
-// Warpgroup matrix products of the sm90 kernels: the instruction for a type and an N, and the descriptors of tiles that
-// TMA has written with the 128-byte swizzle.
-//
-// A tile of R rows and D columns is stored as D / 64 panels of 64 columns; a panel is R rows of 128 bytes, 1024-byte
-// aligned, the 16-byte chunks of a row permuted by its number modulo 8.
+// Warpgroup matrix products of the sm90 kernels: the instruction for a type and an N, and the descriptors of tiles in
+// panels (panel.cuh).
 #pragma once
 
 #include <stdint.h>
@@ -13,12 +10,9 @@
 
 #include "params.h"
 #include "ptx/wgmma.cuh"
+#include "sm90/panel.cuh"
 
 namespace flash_ext::sm90 {
-
-constexpr int kPanelColumns = 64;
-constexpr int kPanelRowBytes = 128;
-constexpr int kSwizzleRows = 8;  // the swizzle repeats after so many rows
 
 // cute's instruction for D of 64 x kN: Ss has both operands in shared memory, both K-major; Rs has A in registers and B
 // MN-major. None where cute's base header has no such N.
@@ -84,18 +78,6 @@ __device__ __forceinline__ uint64_t panel_descriptor(uint32_t address_smem, uint
     descriptor.bitfield.stride_byte_offset_ = kSwizzleRows * kPanelRowBytes >> 4;
     descriptor.bitfield.layout_type_ = 1;  // 128-byte swizzle
     return descriptor.desc_;
-}
-
-// What to add to a K-major operand's descriptor for the `step`-th 16 columns; `rows` is the height of the tile's
-// panels.
-__device__ constexpr uint64_t column_step(int step, int rows) {
-    constexpr int kSteps = kPanelColumns / 16;
-    return static_cast<uint64_t>(step / kSteps * rows * kPanelRowBytes + step % kSteps * 32) >> 4;
-}
-
-// What to add to an MN-major operand's descriptor for the `step`-th 16 rows.
-__device__ constexpr uint64_t row_step(int step) {
-    return static_cast<uint64_t>(step * 16 * kPanelRowBytes) >> 4;
 }
 
 }  // namespace flash_ext::sm90

@@ -1,0 +1,106 @@
+// The shape of the sm100 forward for one tile: sizes, shared and tensor memory, registers, barriers.
+#pragma once
+
+#include <stdint.h>
+
+#include "core/mask.cuh"
+#include "params.h"
+#include "sm100/exponential.cuh"
+#include "sm100/tensor_memory.cuh"
+#include "sm90/forward_plan.cuh"
+#include "sm90/panel.cuh"
+#include "sm90/pipeline.cuh"
+
+namespace flash_ext::sm100 {
+
+using sm90::Barrier;
+using sm90::ForwardArguments;
+using sm90::ForwardPlan;
+using sm90::kPanelColumns;
+using sm90::kPanelRowBytes;
+using sm90::Ring;
+using sm90::uniform;
+
+// The tile's keys in csrc/kernels.toml.
+struct ForwardTile {
+    int block_m;          // query rows: 128 for each of one or two query tiles
+    int block_n;          // key rows
+    int stages;           // buffers of K
+    int warps;            // per CTA: 4 per query tile for the softmax, 4 for the correction, 4 for products and loads
+    int v_stages = 2;     // buffers of V
+    int polynomials = 0;  // of every 16 pairs of scores, how many are raised by a polynomial instead of MUFU.EX2
+};
+
+// What follows from the template parameters, for all roles and the launcher alike.
+template <DataType kType, int kHeadDim, int kHeadDimV, ForwardTile kTile, bool kRich>
+struct ForwardShape {
+    static constexpr DataType kDataType = kType;
+    static constexpr int kQkSteps = kHeadDim / 16;
+    static constexpr int kOutColumns = kHeadDimV;
+    static constexpr int kBlockM = kTile.block_m;
+    static constexpr int kBlockN = kTile.block_n;
+    static constexpr int kRows = 128;  // of a query tile, one to a lane of tensor memory and to a thread of the softmax
+    static constexpr int kTiles = kBlockM / kRows;
+    static constexpr int kStages = kTile.stages;
+    static constexpr int kVStages = kTile.v_stages;
+    static constexpr int kPolynomials = kTile.polynomials;
+    static constexpr int kThreads = kTile.warps * 32;
+    static constexpr int kQBuffers = 1;
+    static constexpr int kPlans = 2;
+    static constexpr int kCluster = 1;
+    static constexpr int kQBoxRows = kRows;      // of a TMA box of Q
+    static constexpr int kKeyBoxRows = kBlockN;  // of K or V
+    static_assert(!kRich, "plain only");
+    static_assert(kTiles == 2 && kTile.warps == 4 * kTiles + 8);
+    static_assert(kBlockN % 32 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 32 == 0);
+
+    // Roles, in groups of four warps.
+    static constexpr int kCorrectionGroup = kTiles;
+    static constexpr int kSupplyGroup = kTiles + 1;  // its warps: products, plans and Q, K, V
+    // Who reads a plan and hands it back: one thread each for products, Q, K and V; softmax and correction by warps.
+    static constexpr int kPlanReaders = 4 + 4 * kTiles + 4;
+
+    // Shared memory.
+    static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;
+    static constexpr int kPanelsV = (kHeadDimV + kPanelColumns - 1) / kPanelColumns;
+    static constexpr int kQBytes = kPanels * kRows * kPanelRowBytes;  // of one query tile
+    static constexpr int kKBytes = kPanels * kBlockN * kPanelRowBytes;
+    static constexpr int kVBytes = kPanelsV * kBlockN * kPanelRowBytes;
+    static constexpr int kKOffset = kTiles * kQBytes;
+    static constexpr int kVOffset = kKOffset + kStages * kKBytes;
+    static constexpr int kControlOffset = kVOffset + kVStages * kVBytes;
+
+    struct Control {
+        uint64_t plan_full[kPlans], plan_empty[kPlans];
+        uint64_t q_full[kTiles], q_empty[kTiles];
+        uint64_t k_full[kStages], k_empty[kStages];
+        uint64_t v_full[kVStages], v_empty[kVStages];
+        uint64_t v_landed;
+        uint64_t s_full[kTiles];                           // S is in tensor memory
+        uint64_t p_full[kTiles], p_tail[kTiles];           // so are the first 3/4 of P, the rest of P
+        uint64_t o_ready[kTiles], o_full[kTiles];          // O may be added to; is complete
+        uint64_t rescale_full[kTiles];                     // `rescale` holds a factor for each row
+        uint64_t scale_full[kTiles], scale_empty[kTiles];  // `out_scale`
+        float rescale[kTiles][kRows];
+        float out_scale[kTiles][kRows];
+        ForwardPlan plans[kPlans];
+        uint32_t tmem;  // address of the allocation
+    };
+    static constexpr int64_t kSharedMemory = kControlOffset + sizeof(Control);
+
+    // Tensor memory, columns.
+    static constexpr int kSColumn = 0;  // S of tile t at t * kBlockN; P, packed in pairs, over its first half
+    static constexpr int kOColumn = kTiles * kBlockN;
+    static_assert(kOColumn + kTiles * kHeadDimV <= kTensorMemoryColumns);
+
+    // P is handed over in two parts, so that its product begins under the last exponentials.
+    static constexpr int kPHead = kBlockN / 4 * 3 / 32 * 32;
+
+    // setmaxnreg shares out what the launch has: 65536 / kThreads a thread.
+    static constexpr int kSoftmaxRegisters = 192;
+    static constexpr int kCorrectionRegisters = 80;
+    static constexpr int kSupplyRegisters = 48;
+    static_assert(kTiles * kSoftmaxRegisters + kCorrectionRegisters + kSupplyRegisters <= 65536 / 128);
+};
+
+}  // namespace flash_ext::sm100

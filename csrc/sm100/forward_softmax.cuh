@@ -1,0 +1,178 @@
+// A softmax warpgroup of the sm100 forward: a thread has a row of a query tile.
+#pragma once
+
+#include <stdint.h>
+
+#include "core/mask.cuh"
+#include "core/numeric.cuh"
+#include "core/sequence.cuh"
+#include "core/softmax.cuh"
+#include "ptx/tcgen05.cuh"
+#include "sm100/exponential.cuh"
+#include "sm100/forward_shape.cuh"
+#include "sm100/tensor_memory.cuh"
+
+namespace flash_ext::sm100 {
+
+// -inf where the row does not see a key. columns: those of the block that it sees.
+template <int kCount>
+__device__ __forceinline__ void mask_row(float (&s)[kCount], KeyRange columns) {
+#pragma unroll
+    for (int word = 0; word < kCount / 32; ++word) {
+        const uint32_t visible = low_bits(columns.end - 32 * word) & ~low_bits(columns.begin - 32 * word);
+#pragma unroll
+        for (int bit = 0; bit < 32; ++bit) {
+            if ((visible >> bit & 1) == 0) s[32 * word + bit] = minus_infinity();
+        }
+    }
+}
+
+template <class Shape>
+struct ForwardSoftmax : Shape {
+    using Shape::kBlockN, Shape::kRows, Shape::kPlans, Shape::kDataType, Shape::kPolynomials, Shape::kPHead;
+    using Shape::kSColumn;
+    using typename Shape::Control;
+
+    struct Row {
+        float maximum;  // of the scores before scaling; lags behind by up to kLag
+        float sum;      // of 2^(scale_log2 (score - maximum))
+    };
+
+    // All threads of the warpgroup; tile: which query tile is theirs; thread: 0..127, their row.
+    __device__ __forceinline__ static void run(const ForwardArguments& arguments, Control& control, int tile,
+                                               int thread) {
+        const ForwardParams& params = arguments.params;
+        const int lane = thread % 32;
+        const uint32_t s_tmem = own_lanes(control.tmem + kSColumn + tile * kBlockN, thread / 32);
+        const float scale_log2 = arguments.scale_log2;
+        Ring<kPlans> plans;
+        uint32_t s_phase = 0, scale_phase = 0;
+
+        // What this thread alone has done becomes visible with its warp's arrival.
+        const auto arrive = [&](uint64_t* barrier) {
+            __syncwarp();
+            if (lane == 0) Barrier::arrive(barrier);
+        };
+
+        for (;; plans.advance()) {
+            Barrier::wait(&control.plan_full[plans.index], plans.phase);
+            const ForwardPlan& plan = control.plans[plans.index];
+            if (uniform(plan.output.rows) == 0) return;
+            const KeyBlocks blocks{uniform(plan.blocks[tile].begin), uniform(plan.blocks[tile].full_begin),
+                                   uniform(plan.blocks[tile].full_end), uniform(plan.blocks[tile].end)};
+            const int row = tile * kRows + thread;
+            const KeyRange keys = plan.mask.visible(plan.row_begin + row);
+            Row state{minus_infinity(), 0.f};
+            int block = blocks.end - 1;
+
+            const auto step = [&]<bool kMasked>() {
+                float s[kBlockN];
+                Barrier::wait(&control.s_full[tile], s_phase);
+                s_phase ^= 1;
+                ptx::tcgen05_fence_after_thread_sync();
+#pragma unroll
+                for (int column = 0; column < kBlockN; column += 32) {
+                    load_columns<32>(reinterpret_cast<uint32_t*>(s + column), s_tmem + column);
+                }
+                wait_loads();
+                if constexpr (kMasked) {
+                    mask_row(s, {keys.begin - block * kBlockN, keys.end - block * kBlockN});
+                }
+                const float rescale = update_maximum(s, state, scale_log2);
+                if (block != blocks.end - 1) {
+                    control.rescale[tile][thread] = rescale;
+                    ptx::tcgen05_fence_before_thread_sync();
+                    arrive(&control.rescale_full[tile]);
+                }
+                float scaled_max = state.maximum * scale_log2;
+                if (kMasked && state.maximum == minus_infinity()) scaled_max = 0.f;
+                const float2 scale2 = both(scale_log2), offset2 = both(-scaled_max);
+                float2 sums[2] = {make_float2(state.sum * rescale, 0.f), both(0.f)};
+#pragma unroll
+                for (int column = 0; column < kBlockN; column += 32) {
+                    uint32_t p[16];
+#pragma unroll
+                    for (int pair = 0; pair < 16; ++pair) {
+                        const int i = column + 2 * pair;
+                        const float2 x = __ffma2_rn(make_float2(s[i], s[i + 1]), scale2, offset2);
+                        const float2 y = is_polynomial(pair, kPolynomials) ? exp2_polynomial(x) : exp2_unit(x);
+                        sums[pair % 2] = __fadd2_rn(sums[pair % 2], y);
+                        p[pair] = pack<kDataType>(y.x, y.y);
+                    }
+                    store_columns<16>(s_tmem + column / 2, p);
+                    if (column + 32 == kPHead || column + 32 == kBlockN) {
+                        wait_stores();
+                        ptx::tcgen05_fence_before_thread_sync();
+                        arrive(column + 32 == kPHead ? &control.p_full[tile] : &control.p_tail[tile]);
+                    }
+                }
+                const float2 sum = __fadd2_rn(sums[0], sums[1]);
+                state.sum = sum.x + sum.y;
+            };
+            // Two rounds of one pair of loops, not three loops: the masked step is instantiated once.
+            int masked_end = blocks.full_end;
+#pragma unroll 1
+            for (int round = 0; round < 2; ++round) {
+#pragma unroll 1
+                for (; block >= masked_end; --block) step.template operator()<true>();
+#pragma unroll 1
+                for (; block >= blocks.full_begin; --block) step.template operator()<false>();
+                masked_end = blocks.begin;
+            }
+
+            const TileOutputRow output(params, plan, row);
+            RowResult result = finish_row(state.maximum, state.sum, scale_log2, output.has_sink, output.sink);
+            if (blocks.end > blocks.begin) {
+                Barrier::wait(&control.scale_empty[tile], scale_phase ^ 1);
+                scale_phase ^= 1;
+                // Below 0: the row is 0 whatever was accumulated.
+                control.out_scale[tile][thread] = result.has_keys ? result.out_scale : -1.f;
+                arrive(&control.scale_full[tile]);
+            }
+            if (output.is_written) *output.lse = output.is_used ? result.lse : minus_infinity();
+            arrive(&control.plan_empty[plans.index]);
+        }
+    }
+
+  private:
+    // Raises the row's maximum to that of s if it has grown by more than 2^kLag in the result, as in core/softmax.cuh.
+    // Returns what everything accumulated so far is to be multiplied by.
+    __device__ __forceinline__ static float update_maximum(const float (&s)[kBlockN], Row& state, float scale_log2) {
+        constexpr float kLag = 8.f;
+        constexpr int kChains = 4;  // independent of each other: one would show its latency
+        float maxima[kChains];
+        maxima[0] = state.maximum;
+#pragma unroll
+        for (int chain = 1; chain < kChains; ++chain) maxima[chain] = minus_infinity();
+#pragma unroll
+        for (int i = 0; i < kBlockN; i += 2) {
+            float& chain = maxima[i / 2 % kChains];
+            chain = fmaxf(chain, fmaxf(s[i], s[i + 1]));
+        }
+        const float maximum = fmaxf(fmaxf(maxima[0], maxima[1]), fmaxf(maxima[2], maxima[3]));
+        float rescale = 1.f;
+        if ((maximum - state.maximum) * scale_log2 > kLag) {
+            rescale = ptx::ex2_approx_ftz((state.maximum - maximum) * scale_log2);
+            state.maximum = maximum;
+        }
+        return rescale;
+    }
+
+    // Where a row's lse goes, and its sink.
+    struct TileOutputRow {
+        float* lse;
+        float sink;
+        bool has_sink, is_written, is_used;
+        __device__ __forceinline__ TileOutputRow(const ForwardParams& params, const ForwardPlan& plan, int row) {
+            const int batch = params.cu_seqlens_q != nullptr ? 0 : plan.output.batch;
+            lse = params.lse + plan.output.tensor_row + row +
+                  (static_cast<int64_t>(batch) * params.heads_q + plan.output.head) * params.seqlen_q;
+            has_sink = params.sinks != nullptr;
+            sink = has_sink ? load_as_float(params.sinks, params.sinks_dtype, plan.output.head) : 0.f;
+            is_written = row < plan.output.rows;
+            is_used = row < plan.output.rows_used;
+        }
+    };
+};
+
+}  // namespace flash_ext::sm100

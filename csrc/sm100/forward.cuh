@@ -7,7 +7,7 @@
 //   warps 0-3    softmax of query tile 0: S -> maximum, exponentials, row sums -> P
 //   warps 4-7    softmax of query tile 1
 //   warps 8-11   correction: O *= what the maximum grew by (seldom: it may lag by 2^8); O / row sum -> global memory
-//   warp 12      one thread issues all products     S0 | S1 | O0 += P0 V, S0' = Q0 K' | O1 += P1 V, S1' | ...
+//   warp 12      issues all products                S0 | S1 | O0 += P0 V, S0' = Q0 K' | O1 += P1 V, S1' | ...
 //   warp 13      one thread plans the next tile and loads its Q
 //   warp 14      one thread loads K
 //   warp 15      V, with zeros behind the last key (sm90/forward_producer.cuh says why)
@@ -63,6 +63,8 @@
 
 #include "core/launch.cuh"
 #include "params.h"
+#include "ptx/special_registers.cuh"
+#include "ptx/tcgen05.cuh"
 #include "sm100/forward_correction.cuh"
 #include "sm100/forward_products.cuh"
 #include "sm100/forward_shape.cuh"
@@ -104,7 +106,7 @@ struct Forward : ForwardShape<kType, kHeadDim, kHeadDimV, kTile, kRich> {
         if (group == kSupplyGroup) {
             cutlass::arch::warpgroup_reg_dealloc<kSupplyRegisters>();
             if (warp == 0) {
-                if (lane == 0) ForwardProducts<Shape>::run(smem, control);
+                ForwardProducts<Shape>::run(smem, control);
             } else if (warp == 1) {
                 if (lane == 0) ForwardSupply<Shape>::plan_and_load_queries(arguments, smem, control);
             } else if (warp == 2) {
@@ -115,7 +117,7 @@ struct Forward : ForwardShape<kType, kHeadDim, kHeadDimV, kTile, kRich> {
             __syncwarp();
         } else if (group == kCorrectionGroup) {
             cutlass::arch::warpgroup_reg_dealloc<kCorrectionRegisters>();
-            ForwardCorrection<Shape>::run(arguments, control, threadIdx.x % 128);
+            ForwardCorrection<Shape>::run(arguments, control);
         } else {
             cutlass::arch::warpgroup_reg_alloc<kSoftmaxRegisters>();
             ForwardSoftmax<Shape>::run(arguments, control, group, threadIdx.x % 128);
@@ -123,9 +125,9 @@ struct Forward : ForwardShape<kType, kHeadDim, kHeadDimV, kTile, kRich> {
 
         ptx::tcgen05_fence_before_thread_sync();
         __syncthreads();  // no one reads tensor memory any more
-        if (group == kSupplyGroup && warp == 0) {
+        if (ptx::tid_x() / 32 == kSupplyGroup * 4) {
             ptx::tcgen05_fence_after_thread_sync();
-            allocator.free(control.tmem, kTensorMemoryColumns);
+            allocator.free(0, kTensorMemoryColumns);
         }
     }
 

@@ -7,6 +7,7 @@
 #include "core/numeric.cuh"
 #include "core/sequence.cuh"
 #include "core/softmax.cuh"
+#include "ptx/special_registers.cuh"
 #include "ptx/tcgen05.cuh"
 #include "sm100/forward_shape.cuh"
 #include "sm100/tensor_memory.cuh"
@@ -19,15 +20,15 @@ struct ForwardCorrection : Shape {
     using typename Shape::Control;
     static constexpr int kColumns = 32;  // at a time
 
-    // All threads of the warpgroup; thread: 0..127, their row of either query tile.
-    __device__ __forceinline__ static void run(const ForwardArguments& arguments, Control& control, int thread) {
-        const int lane = thread % 32;
-        const uint32_t o_tmem = own_lanes(control.tmem + kOColumn, thread / 32);
+    // All threads of the warpgroup.
+    __device__ __forceinline__ static void run(const ForwardArguments& arguments, Control& control) {
+        const auto thread = [] { return ptx::tid_x() % 128; };  // its row of either query tile
+        const uint32_t o_tmem = own_lanes(kOColumn, thread() / 32);
         Ring<kPlans> plans;
         uint32_t phases = 0;  // a bit for each barrier that is waited for here
         const auto arrive = [&](uint64_t* barrier) {
             __syncwarp();
-            if (lane == 0) Barrier::arrive(barrier);
+            if (ptx::tid_x() % 32 == 0) Barrier::arrive(barrier);
         };
         const auto wait = [&](uint64_t* barrier, int bit) {
             Barrier::wait(barrier, phases >> bit & 1);
@@ -49,7 +50,7 @@ struct ForwardCorrection : Shape {
                     // The first block of a tile finds nothing to rescale.
                     if (block >= plan.blocks[tile].end - 1 || block < plan.blocks[tile].begin) continue;
                     wait(&control.rescale_full[tile], tile);
-                    rescale(o_tmem + tile * kOutColumns, control.rescale[tile][thread]);
+                    rescale(o_tmem + tile * kOutColumns, control.rescale[tile][thread()]);
                     arrive(&control.o_ready[tile]);
                 }
             }
@@ -59,12 +60,12 @@ struct ForwardCorrection : Shape {
                 const bool has_blocks = plan.blocks[tile].end > plan.blocks[tile].begin;
                 if (has_blocks) {
                     wait(&control.scale_full[tile], kTiles + tile);
-                    scale = control.out_scale[tile][thread];
+                    scale = control.out_scale[tile][thread()];
                     arrive(&control.scale_empty[tile]);
                     wait(&control.o_full[tile], 2 * kTiles + tile);
                     ptx::tcgen05_fence_after_thread_sync();
                 }
-                const int row = tile * kRows + thread;
+                const int row = tile * kRows + thread();
                 if (row >= plan.output.rows_used) scale = -1.f;
                 write_row(arguments.params, plan, row, o_tmem + tile * kOutColumns, scale, has_blocks);
                 if (has_blocks) {

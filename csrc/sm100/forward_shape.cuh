@@ -84,7 +84,7 @@ struct ForwardShape {
         float rescale[kTiles][kRows];
         float out_scale[kTiles][kRows];
         ForwardPlan plans[kPlans];
-        uint32_t tmem;  // address of the allocation
+        uint32_t tmem;  // where tcgen05.alloc says what it allocated
     };
     static constexpr int64_t kSharedMemory = kControlOffset + sizeof(Control);
 
@@ -98,8 +98,8 @@ struct ForwardShape {
 
     // setmaxnreg shares out what the launch has: 65536 / kThreads a thread.
     static constexpr int kSoftmaxRegisters = 192;
-    static constexpr int kCorrectionRegisters = 80;
-    static constexpr int kSupplyRegisters = 48;
+    static constexpr int kCorrectionRegisters = 72;
+    static constexpr int kSupplyRegisters = 56;
     static_assert(kTiles * kSoftmaxRegisters + kCorrectionRegisters + kSupplyRegisters <= 65536 / 128);
 };
 

@@ -43,7 +43,7 @@ struct ForwardSoftmax : Shape {
                                                int thread) {
         const ForwardParams& params = arguments.params;
         const int lane = thread % 32;
-        const uint32_t s_tmem = own_lanes(control.tmem + kSColumn + tile * kBlockN, thread / 32);
+        const uint32_t s_tmem = own_lanes(kSColumn + tile * kBlockN, thread / 32);
         const float scale_log2 = arguments.scale_log2;
         Ring<kPlans> plans;
         uint32_t s_phase = 0, scale_phase = 0;

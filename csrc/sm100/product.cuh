@@ -10,13 +10,17 @@
 
 namespace flash_ext::sm100 {
 
-// PTX ISA 9.7.16.4.1 (shared memory descriptor) of a tile in panels. leading_bytes: from a panel to the next where the
-// operand is MN-major; 16 (one unit, unused) where it is K-major.
-__device__ __forceinline__ uint64_t panel_descriptor(uint32_t address_smem, uint32_t leading_bytes) {
-    constexpr uint64_t kFixed = uint64_t{1} << 46, kSwizzle128 = uint64_t{2} << 61;
-    constexpr uint64_t kStrideBytes = sm90::kSwizzleRows * sm90::kPanelRowBytes;
-    return (address_smem & 0x3ffff) >> 4 | static_cast<uint64_t>(leading_bytes >> 4) << 16 | kStrideBytes >> 4 << 32 |
-           kFixed | kSwizzle128;
+// PTX ISA 9.7.16.4.1 (shared memory descriptor) of a tile in panels: what may differ, start and distance of panels, in
+// its lower half, so that stepping through the tile is one 32-bit addition. leading_bytes: from a panel to the next
+// where the operand is MN-major; 16 (one unit, unused) where it is K-major.
+__device__ __forceinline__ uint32_t panel_descriptor(uint32_t address_smem, uint32_t leading_bytes) {
+    return (address_smem & 0x3ffff) >> 4 | leading_bytes >> 4 << 16;
+}
+
+__device__ __forceinline__ uint64_t whole_descriptor(uint32_t lower) {
+    constexpr uint64_t kStride = sm90::kSwizzleRows * sm90::kPanelRowBytes >> 4;
+    constexpr uint64_t kUpper = kStride << 32 | uint64_t{1} << 46 | uint64_t{2} << 61;  // fixed bit; 128-byte swizzle
+    return kUpper | lower;
 }
 
 // PTX ISA 9.7.16.4.2 (instruction descriptor): fp32 accumulators of kM x kN, A K-major.

@@ -10,6 +10,8 @@
 
 namespace flash_ext::sm100 {
 
+// All of it is allocated: the allocation begins at lane 0, column 0, for there is no other place, and addresses are
+// constants.
 constexpr int kTensorMemoryColumns = 512;
 
 // The address of the calling warp's own lanes.

@@ -39,7 +39,7 @@
 // j - 1 follows O += P V of j, which waited for o_ready, which follows the reading. The correction finds O += P V of
 // j + 1 done when it rescales for j, for s_full of j covers it.
 //
-// Tensor memory (512 columns of 32 bits, all of it, in one allocation for the life of the CTA; N = kBlockN):
+// Tensor memory (512 columns of 32 bits, all of it, in one allocation for the life of the CTA):
 //
 //   columns            holds                       from                           until
 //   0      .. N        S of tile 0, fp32           its product                    softmax has loaded it (p_full)

@@ -15,7 +15,7 @@ namespace flash_ext::sm100 {
 template <class Shape>
 struct ForwardProducts : Shape {
     using Shape::kDataType, Shape::kBlockN, Shape::kRows, Shape::kTiles, Shape::kPlans, Shape::kStages, Shape::kVStages;
-    using Shape::kKOffset, Shape::kVOffset, Shape::kSColumn, Shape::kOColumn, Shape::kPHead;
+    using Shape::kKOffset, Shape::kVOffset, Shape::kSColumn, Shape::kSPitch, Shape::kOColumn, Shape::kPHead;
     using Shape::kQkSteps, Shape::kOutColumns, Shape::kQBytes, Shape::kKBytes, Shape::kVBytes;
     using typename Shape::Control;
 
@@ -47,7 +47,7 @@ struct ForwardProducts : Shape {
         const auto issue_pv = [&](int tile) {
             TileWalk& walk = walks[tile];
             constexpr int kHeadSteps = kPHead / 16;
-            const uint32_t o_tmem = kOColumn + tile * kOutColumns, p_tmem = kSColumn + tile * kBlockN;
+            const uint32_t o_tmem = kOColumn + tile * kOutColumns, p_tmem = kSColumn + tile * kSPitch;
             const uint32_t v_descriptor = v_base + uniform(v.index) * (kVBytes >> 4);
             const auto multiply = [&](int step) {
                 ptx::tcgen05_mma_f16_ts<1>(o_tmem, p_tmem + step * 8,

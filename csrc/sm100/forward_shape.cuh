@@ -35,6 +35,7 @@ struct ForwardTile {
 template <DataType kType, int kHeadDim, int kHeadDimV, ForwardTile kTile, bool kRich>
 struct ForwardShape {
     static constexpr DataType kDataType = kType;
+    static constexpr bool kIsRich = kRich;
     static constexpr int kQkSteps = kHeadDim / 16;
     static constexpr int kOutColumns = kHeadDimV;
     static constexpr int kBlockM = kTile.block_m;
@@ -50,7 +51,6 @@ struct ForwardShape {
     static constexpr int kCluster = 1;
     static constexpr int kQBoxRows = kRows;      // of a TMA box of Q
     static constexpr int kKeyBoxRows = kBlockN;  // of K or V
-    static_assert(!kRich, "plain only");
     static_assert(kTiles == 2 && kTile.warps == 4 * kTiles + 8);
     static_assert(kBlockN % 32 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 32 == 0);
 
@@ -89,17 +89,18 @@ struct ForwardShape {
     static constexpr int64_t kSharedMemory = kControlOffset + sizeof(Control);
 
     // Tensor memory, columns.
-    static constexpr int kSColumn = 0;  // S of tile t at t * kBlockN; P, packed in pairs, over its first half
-    static constexpr int kOColumn = kTiles * kBlockN;
-    static_assert(kOColumn + kTiles * kHeadDimV <= kTensorMemoryColumns);
+    static constexpr int kSColumn = 0;  // of tile 0; P, packed in pairs, lies over the first half of S
+    static constexpr int kSPitch = 128;  // from tile to tile
+    static constexpr int kOColumn = kTiles * kSPitch;
+    static_assert(kBlockN <= kSPitch && kOColumn + kTiles * kHeadDimV <= kTensorMemoryColumns);
 
     // P is handed over in two parts, so that its product begins under the last exponentials.
     static constexpr int kPHead = kBlockN / 4 * 3 / 32 * 32;
 
     // setmaxnreg shares out what the launch has: 65536 / kThreads a thread.
-    static constexpr int kSoftmaxRegisters = 192;
+    static constexpr int kSoftmaxRegisters = kBlockN > 96 ? 192 : 168;  // S and what becomes of a quarter of it
     static constexpr int kCorrectionRegisters = 72;
-    static constexpr int kSupplyRegisters = 56;
+    static constexpr int kSupplyRegisters = kBlockN > 96 ? 56 : 96;
     static_assert(kTiles * kSoftmaxRegisters + kCorrectionRegisters + kSupplyRegisters <= 65536 / 128);
 };
 

@@ -10,27 +10,15 @@
 #include "ptx/tcgen05.cuh"
 #include "sm100/exponential.cuh"
 #include "sm100/forward_shape.cuh"
+#include "sm100/scores.cuh"
 #include "sm100/tensor_memory.cuh"
 
 namespace flash_ext::sm100 {
 
-// -inf where the row does not see a key. columns: those of the block that it sees.
-template <int kCount>
-__device__ __forceinline__ void mask_row(float (&s)[kCount], KeyRange columns) {
-#pragma unroll
-    for (int word = 0; word < kCount / 32; ++word) {
-        const uint32_t visible = low_bits(columns.end - 32 * word) & ~low_bits(columns.begin - 32 * word);
-#pragma unroll
-        for (int bit = 0; bit < 32; ++bit) {
-            if ((visible >> bit & 1) == 0) s[32 * word + bit] = minus_infinity();
-        }
-    }
-}
-
 template <class Shape>
 struct ForwardSoftmax : Shape {
     using Shape::kBlockN, Shape::kRows, Shape::kPlans, Shape::kDataType, Shape::kPolynomials, Shape::kPHead;
-    using Shape::kSColumn;
+    using Shape::kSColumn, Shape::kSPitch, Shape::kIsRich;
     using typename Shape::Control;
 
     struct Row {
@@ -43,8 +31,11 @@ struct ForwardSoftmax : Shape {
                                                int thread) {
         const ForwardParams& params = arguments.params;
         const int lane = thread % 32;
-        const uint32_t s_tmem = own_lanes(kSColumn + tile * kBlockN, thread / 32);
-        const float scale_log2 = arguments.scale_log2;
+        const uint32_t s_tmem = own_lanes(kSColumn + tile * kSPitch, thread / 32);
+        const float scale_log2 = kIsRich ? 1.f : arguments.scale_log2;
+        PhiloxKey philox{};
+        const bool drops = kIsRich && params.rng_state != nullptr && params.dropout_threshold > 0;
+        if (drops) philox = philox_key(params.rng_state);
         Ring<kPlans> plans;
         uint32_t s_phase = 0, scale_phase = 0;
 
@@ -64,6 +55,11 @@ struct ForwardSoftmax : Shape {
             const KeyRange keys = plan.mask.visible(plan.row_begin + row);
             Row state{minus_infinity(), 0.f};
             int block = blocks.end - 1;
+            float slope_log2 = 0.f;
+            if (kIsRich && params.alibi_slopes != nullptr && blocks.end > blocks.begin) {
+                slope_log2 =
+                    params.alibi_slopes[plan.output.batch * params.alibi_stride_batch + plan.output.head] * kLog2E;
+            }
 
             const auto step = [&]<bool kMasked>() {
                 float s[kBlockN];
@@ -75,6 +71,10 @@ struct ForwardSoftmax : Shape {
                     load_columns<32>(reinterpret_cast<uint32_t*>(s + column), s_tmem + column);
                 }
                 wait_loads();
+                if constexpr (kIsRich) {
+                    transform_row(s, arguments.scale_log2, arguments.inner_scale, arguments.softcap_log2, slope_log2,
+                                  plan.row_begin + row + plan.mask.shift - block * kBlockN);
+                }
                 if constexpr (kMasked) {
                     mask_row(s, {keys.begin - block * kBlockN, keys.end - block * kBlockN});
                 }
@@ -90,13 +90,21 @@ struct ForwardSoftmax : Shape {
                 float2 sums[2] = {make_float2(state.sum * rescale, 0.f), both(0.f)};
 #pragma unroll
                 for (int column = 0; column < kBlockN; column += 32) {
-                    uint32_t p[16];
+                    uint32_t p[16], kept = ~0u;
+                    if (drops) {
+                        kept = kept_keys(philox, params.dropout_threshold, block * kBlockN + column,
+                                         plan.row_begin + row, plan.output.batch, plan.output.head);
+                    }
 #pragma unroll
                     for (int pair = 0; pair < 16; ++pair) {
                         const int i = column + 2 * pair;
                         const float2 x = __ffma2_rn(make_float2(s[i], s[i + 1]), scale2, offset2);
-                        const float2 y = is_polynomial(pair, kPolynomials) ? exp2_polynomial(x) : exp2_unit(x);
+                        float2 y = is_polynomial(pair, kPolynomials) ? exp2_polynomial(x) : exp2_unit(x);
                         sums[pair % 2] = __fadd2_rn(sums[pair % 2], y);
+                        if (kIsRich) {
+                            if ((kept >> (2 * pair) & 1) == 0) y.x = 0.f;
+                            if ((kept >> (2 * pair + 1) & 1) == 0) y.y = 0.f;
+                        }
                         p[pair] = pack<kDataType>(y.x, y.y);
                     }
                     store_columns<16>(s_tmem + column / 2, p);
@@ -122,6 +130,7 @@ struct ForwardSoftmax : Shape {
 
             const TileOutputRow output(params, plan, row);
             RowResult result = finish_row(state.maximum, state.sum, scale_log2, output.has_sink, output.sink);
+            if (kIsRich) result.out_scale *= arguments.dropout_scale;
             if (blocks.end > blocks.begin) {
                 Barrier::wait(&control.scale_empty[tile], scale_phase ^ 1);
                 scale_phase ^= 1;

@@ -84,7 +84,7 @@ struct Forward : ForwardShape<kType, kHeadDim, kHeadDimV, kTile, kRich> {
     using Producer = sm90::ForwardProducer<Shape>;
     using Shape::kCorrectionGroup, Shape::kSupplyGroup, Shape::kControlOffset;
     using Shape::kSoftmaxRegisters, Shape::kCorrectionRegisters, Shape::kSupplyRegisters;
-    using Shape::kTiles, Shape::kStages, Shape::kVStages, Shape::kPlans, Shape::kPlanReaders;
+    using Shape::kTiles, Shape::kSBuffers, Shape::kStages, Shape::kVStages, Shape::kPlans, Shape::kPlanReaders;
     using typename Shape::Control;
 
     __device__ __forceinline__ static void run(const ForwardArguments& arguments) {
@@ -163,14 +163,16 @@ struct Forward : ForwardShape<kType, kHeadDim, kHeadDimV, kTile, kRich> {
         for (int tile = 0; tile < kTiles; ++tile) {
             Barrier::init(&control.q_full[tile], 1);
             Barrier::init(&control.q_empty[tile], 1);
-            Barrier::init(&control.s_full[tile], 1);
-            Barrier::init(&control.p_full[tile], kWarps);
-            Barrier::init(&control.p_tail[tile], kWarps);
-            Barrier::init(&control.rescale_full[tile], kWarps);
-            Barrier::init(&control.o_ready[tile], kWarps);
+            Barrier::init(&control.o_full[tile], 1);
             Barrier::init(&control.scale_full[tile], kWarps);
             Barrier::init(&control.scale_empty[tile], kWarps);
-            Barrier::init(&control.o_full[tile], 1);
+        }
+        for (int buffer = 0; buffer < kSBuffers; ++buffer) {
+            Barrier::init(&control.s_full[buffer], 1);
+            Barrier::init(&control.p_full[buffer], kWarps);
+            Barrier::init(&control.p_tail[buffer], kWarps);
+            Barrier::init(&control.rescale_full[buffer], kWarps);
+            Barrier::init(&control.o_ready[buffer], kWarps);
         }
         cutlass::arch::fence_barrier_init();
     }

@@ -17,6 +17,7 @@ namespace flash_ext::sm100 {
 template <class Shape>
 struct ForwardCorrection : Shape {
     using Shape::kRows, Shape::kTiles, Shape::kPlans, Shape::kDataType, Shape::kOutColumns, Shape::kOColumn;
+    using Shape::kSBuffers;
     using typename Shape::Control;
     static constexpr int kColumns = 32;  // at a time
 
@@ -25,7 +26,8 @@ struct ForwardCorrection : Shape {
         const auto thread = [] { return ptx::tid_x() % 128; };  // its row of either query tile
         const uint32_t o_tmem = own_lanes(kOColumn, thread() / 32);
         Ring<kPlans> plans;
-        uint32_t phases = 0;  // a bit for each barrier that is waited for here
+        uint32_t phases = 0;  // a bit for each barrier that is waited for here and that not every block ends a phase of
+        uint32_t blocks = 0;  // walked so far, modulo 4, two bits for each tile
         const auto arrive = [&](uint64_t* barrier) {
             __syncwarp();
             if (ptx::tid_x() % 32 == 0) Barrier::arrive(barrier);
@@ -33,6 +35,16 @@ struct ForwardCorrection : Shape {
         const auto wait = [&](uint64_t* barrier, int bit) {
             Barrier::wait(barrier, phases >> bit & 1);
             phases ^= 1u << bit;
+        };
+        const auto count = [&](int tile) { return static_cast<int>(blocks >> (2 * tile) & 3); };
+        const auto advance = [&](int tile) {
+            blocks = (blocks & ~(3u << (2 * tile))) | (count(tile) + 1 & 3) << (2 * tile);
+        };
+        const auto buffer_of = [&](int tile) { return kTiles == 1 ? count(tile) % 2 : tile; };
+        // All products of the blocks walked so far have been added to O.
+        const auto wait_products = [&](int tile) {
+            Barrier::wait(&control.o_full[tile], count(tile) + 1 & 1);
+            ptx::tcgen05_fence_after_thread_sync();
         };
         // O of the tile may be overwritten.
 #pragma unroll
@@ -47,11 +59,15 @@ struct ForwardCorrection : Shape {
             for (int block = uniform(plan.end) - 1; block >= begin; --block) {
 #pragma unroll 1
                 for (int tile = 0; tile < kTiles; ++tile) {
-                    // The first block of a tile finds nothing to rescale.
-                    if (block >= plan.blocks[tile].end - 1 || block < plan.blocks[tile].begin) continue;
-                    wait(&control.rescale_full[tile], tile);
-                    rescale(o_tmem + tile * kOutColumns, control.rescale[tile][thread()]);
-                    arrive(&control.o_ready[tile]);
+                    if (block >= plan.blocks[tile].end || block < plan.blocks[tile].begin) continue;
+                    if (block < plan.blocks[tile].end - 1) {  // the first block of a tile finds nothing to rescale
+                        const int buffer = buffer_of(tile);
+                        wait(&control.rescale_full[buffer], buffer);
+                        wait_products(tile);
+                        rescale(o_tmem + tile * kOutColumns, control.rescale[buffer][thread()]);
+                        arrive(&control.o_ready[buffer]);
+                    }
+                    advance(tile);
                 }
             }
 #pragma unroll 1
@@ -59,18 +75,17 @@ struct ForwardCorrection : Shape {
                 float scale = -1.f;
                 const bool has_blocks = plan.blocks[tile].end > plan.blocks[tile].begin;
                 if (has_blocks) {
-                    wait(&control.scale_full[tile], kTiles + tile);
+                    wait(&control.scale_full[tile], kSBuffers + tile);
                     scale = control.out_scale[tile][thread()];
                     arrive(&control.scale_empty[tile]);
-                    wait(&control.o_full[tile], 2 * kTiles + tile);
-                    ptx::tcgen05_fence_after_thread_sync();
+                    wait_products(tile);
                 }
                 const int row = tile * kRows + thread();
                 if (row >= plan.output.rows_used) scale = -1.f;
                 write_row(arguments.params, plan, row, o_tmem + tile * kOutColumns, scale, has_blocks);
                 if (has_blocks) {
                     ptx::tcgen05_fence_before_thread_sync();
-                    arrive(&control.o_ready[tile]);
+                    arrive(&control.o_ready[buffer_of(tile)]);
                 }
             }
             arrive(&control.plan_empty[plans.index]);
@@ -81,7 +96,6 @@ struct ForwardCorrection : Shape {
     // A warp whose rows all keep their maximum has nothing to do: the rule, for maxima may lag (core/softmax.cuh).
     __device__ __forceinline__ static void rescale(uint32_t o_tmem, float factor) {
         if (!__any_sync(kAllLanes, factor != 1.f)) return;
-        ptx::tcgen05_fence_after_thread_sync();
 #pragma unroll
         for (int column = 0; column < kOutColumns; column += kColumns) {
             uint32_t o[kColumns];

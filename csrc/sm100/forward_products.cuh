@@ -16,19 +16,26 @@ template <class Shape>
 struct ForwardProducts : Shape {
     using Shape::kDataType, Shape::kBlockN, Shape::kRows, Shape::kTiles, Shape::kPlans, Shape::kStages, Shape::kVStages;
     using Shape::kKOffset, Shape::kVOffset, Shape::kSColumn, Shape::kSPitch, Shape::kOColumn, Shape::kPHead;
-    using Shape::kQkSteps, Shape::kOutColumns, Shape::kQBytes, Shape::kKBytes, Shape::kVBytes;
+    using Shape::kKParts, Shape::kVParts, Shape::kVPartRows, Shape::kSRing;
+    using Shape::kQkSteps, Shape::kPvSteps, Shape::kOutColumns, Shape::kQBytes, Shape::kKBytes, Shape::kVBytes;
     using typename Shape::Control;
 
     static constexpr uint32_t kQkShape = instruction_descriptor<kDataType, kRows, kBlockN, false>();
     static constexpr uint32_t kPvShape = instruction_descriptor<kDataType, kRows, kOutColumns, true>();
 
-    // Which key blocks a query tile walks, and where it is.
+    // A block whose S has been issued and whose P V has not.
+    struct Pending {
+        bool is_due;
+        bool is_first;  // of the tile: its P V overwrites O
+        uint32_t buffer, phase;
+    };
+
+    // A query tile and its way through the key blocks.
     struct TileWalk {
         int begin, end;  // of the current plan
-        bool has_p;      // a product P V is due before anything else
-        bool is_first;   // it is the first that goes into O
-        bool is_last;    // after it O is complete
-        uint32_t q_phase, p_phase, o_phase;
+        Pending pending;
+        Ring<kSRing> s;
+        uint32_t q_phase;
     };
 
     // One warp.
@@ -36,84 +43,94 @@ struct ForwardProducts : Shape {
         const uint32_t smem_address = cute::cast_smem_ptr_to_uint(smem);
         const uint32_t q_base = panel_descriptor(smem_address, 16);
         const uint32_t k_base = panel_descriptor(smem_address + kKOffset, 16);
-        const uint32_t v_base = panel_descriptor(smem_address + kVOffset, kBlockN * kPanelRowBytes);
+        const uint32_t v_base = panel_descriptor(smem_address + kVOffset, kVPartRows * kPanelRowBytes);
         Ring<kPlans> plans;
         Ring<kStages> k;
         Ring<kVStages> v;
         TileWalk walks[kTiles] = {};
 
         const auto commit = [](uint64_t* barrier) { ptx::tcgen05_commit(cute::cast_smem_ptr_to_uint(barrier)); };
-        // O += P V for the block before.
-        const auto issue_pv = [&](int tile) {
-            TileWalk& walk = walks[tile];
-            constexpr int kHeadSteps = kPHead / 16;
-            const uint32_t o_tmem = kOColumn + tile * kOutColumns, p_tmem = kSColumn + tile * kSPitch;
-            const uint32_t v_descriptor = v_base + uniform(v.index) * (kVBytes >> 4);
-            const auto multiply = [&](int step) {
-                ptx::tcgen05_mma_f16_ts<1>(o_tmem, p_tmem + step * 8,
-                                           whole_descriptor(v_descriptor + sm90::row_step(step)), kPvShape,
-                                           step > 0 || !walk.is_first);
-            };
-            Barrier::wait(&control.v_full[v.index], v.phase);
-            Barrier::wait(&control.o_ready[tile], walk.o_phase);
-            Barrier::wait(&control.p_full[tile], walk.p_phase);
-            ptx::tcgen05_fence_after_thread_sync();
-            if (cute::elect_one_sync()) {
-#pragma unroll
-                for (int step = 0; step < kHeadSteps; ++step) multiply(step);
-            }
-            __syncwarp();
-            Barrier::wait(&control.p_tail[tile], walk.p_phase);
-            ptx::tcgen05_fence_after_thread_sync();
-            if (cute::elect_one_sync()) {
-#pragma unroll
-                for (int step = kHeadSteps; step < kBlockN / 16; ++step) multiply(step);
-                if (walk.is_last) commit(&control.o_full[tile]);
-            }
-            __syncwarp();
-            walk.o_phase ^= 1;
-            walk.p_phase ^= 1;
-            walk.has_p = false;
-        };
-        // S = Q K^T. It goes where P of the block before was, which the product just issued reads first.
-        const auto issue_qk = [&](int tile, int block) {
-            TileWalk& walk = walks[tile];
-            walk.is_first = block == walk.end - 1;
-            walk.is_last = block == walk.begin;
-            walk.has_p = true;
-            if (walk.is_first) {
-                Barrier::wait(&control.q_full[tile], walk.q_phase);
-                walk.q_phase ^= 1;
-            }
-            Barrier::wait(&control.k_full[k.index], k.phase);
-            ptx::tcgen05_fence_after_thread_sync();
-            const uint32_t q_descriptor = q_base + tile * (kQBytes >> 4);
-            const uint32_t k_descriptor = k_base + uniform(k.index) * (kKBytes >> 4);
-            if (cute::elect_one_sync()) {
-#pragma unroll
-                for (int step = 0; step < kQkSteps; ++step) {
-                    ptx::tcgen05_mma_f16_ss<1>(
-                        kSColumn + tile * kBlockN, whole_descriptor(q_descriptor + sm90::column_step(step, kRows)),
-                        whole_descriptor(k_descriptor + sm90::column_step(step, kBlockN)), kQkShape, step > 0);
-                }
-                commit(&control.s_full[tile]);
-                if (walk.is_last) commit(&control.q_empty[tile]);
-            }
-            __syncwarp();
-        };
         const auto release = [&]<int kSize>(uint64_t* empty, Ring<kSize>& ring) {
             if (cute::elect_one_sync()) commit(&empty[ring.index]);
             __syncwarp();
             ring.advance();
         };
-        bool v_is_due = false;  // the block before has a V
+        // O += P V. With one query tile the parts of V go back one by one; with two, when both have used the whole.
+        const auto issue_pv = [&](int tile, const Pending& block) {
+            constexpr int kPartSteps = kPvSteps / kVParts, kHeadSteps = kPHead / 16;
+            constexpr int kSegments = kVParts == 1 ? 2 : kVParts;
+            static_assert(kVParts == 1 || kHeadSteps % kPartSteps == 0);
+            const uint32_t o_tmem = kOColumn + tile * kOutColumns;
+            const uint32_t p_tmem = kSColumn + block.buffer * kSPitch;
+            Barrier::wait(&control.o_ready[block.buffer], block.phase);
+#pragma unroll
+            for (int segment = 0; segment < kSegments; ++segment) {
+                const int begin = kVParts > 1 ? segment * kPartSteps : segment * kHeadSteps;
+                const int end = kVParts > 1 ? begin + kPartSteps : segment == 0 ? kHeadSteps : kPvSteps;
+                if (begin % kPartSteps == 0) Barrier::wait(&control.v_full[v.index], v.phase);
+                if (begin == 0) Barrier::wait(&control.p_full[block.buffer], block.phase);
+                if (begin == kHeadSteps) Barrier::wait(&control.p_tail[block.buffer], block.phase);
+                ptx::tcgen05_fence_after_thread_sync();
+                const uint32_t v_descriptor = v_base + uniform(v.index) * (kVBytes >> 4);
+                if (cute::elect_one_sync()) {
+#pragma unroll
+                    for (int step = begin; step < end; ++step) {
+                        ptx::tcgen05_mma_f16_ts<1>(o_tmem, p_tmem + step * 8,
+                                                   whole_descriptor(v_descriptor + sm90::row_step(step % kPartSteps)),
+                                                   kPvShape, step > 0 || !block.is_first);
+                    }
+                    if (kTiles == 1) commit(&control.v_empty[v.index]);
+                    if (end == kPvSteps) commit(&control.o_full[tile]);
+                }
+                __syncwarp();
+                if (kTiles == 1) v.advance();
+            }
+        };
+        // S = Q K^T, over the P that the product issued before last (one tile) or last (two) reads. K as V above.
+        const auto issue_qk = [&](int tile, int block) {
+            constexpr int kPartSteps = kQkSteps / kKParts;
+            TileWalk& walk = walks[tile];
+            const uint32_t buffer = kTiles == 1 ? walk.s.index : tile;
+            walk.pending = {true, block == walk.end - 1, buffer, walk.s.phase};
+            walk.s.advance();
+            if (walk.pending.is_first) {
+                Barrier::wait(&control.q_full[tile], walk.q_phase);
+                walk.q_phase ^= 1;
+            }
+            const uint32_t q_descriptor = q_base + tile * (kQBytes >> 4);
+#pragma unroll
+            for (int part = 0; part < kKParts; ++part) {
+                Barrier::wait(&control.k_full[k.index], k.phase);
+                ptx::tcgen05_fence_after_thread_sync();
+                const uint32_t k_descriptor = k_base + uniform(k.index) * (kKBytes >> 4);
+                if (cute::elect_one_sync()) {
+#pragma unroll
+                    for (int step = 0; step < kPartSteps; ++step) {
+                        const int q_step = part * kPartSteps + step;
+                        ptx::tcgen05_mma_f16_ss<1>(kSColumn + buffer * kSPitch,
+                                                   whole_descriptor(q_descriptor + sm90::column_step(q_step, kRows)),
+                                                   whole_descriptor(k_descriptor + sm90::column_step(step, kBlockN)),
+                                                   kQkShape, q_step > 0);
+                    }
+                    if (kTiles == 1) commit(&control.k_empty[k.index]);
+                    if (part == kKParts - 1) {
+                        commit(&control.s_full[buffer]);
+                        if (block == walk.begin) commit(&control.q_empty[tile]);
+                    }
+                }
+                __syncwarp();
+                if (kTiles == 1) k.advance();
+            }
+        };
+        bool v_is_due = false;  // a block before has a V
         const auto flush = [&] {
             if (!v_is_due) return;
 #pragma unroll
             for (int tile = 0; tile < kTiles; ++tile) {
-                if (walks[tile].has_p) issue_pv(tile);
+                if (walks[tile].pending.is_due) issue_pv(tile, walks[tile].pending);
+                walks[tile].pending.is_due = false;
             }
-            release(control.v_empty, v);
+            if (kTiles > 1) release(control.v_empty, v);
             v_is_due = false;
         };
 
@@ -135,11 +152,19 @@ struct ForwardProducts : Shape {
             for (int block = end - 1; block >= begin; --block) {
 #pragma unroll
                 for (int tile = 0; tile < kTiles; ++tile) {
-                    if (walks[tile].has_p) issue_pv(tile);
-                    if (block < walks[tile].end && block >= walks[tile].begin) issue_qk(tile, block);
+                    TileWalk& walk = walks[tile];
+                    const Pending before = walk.pending;
+                    walk.pending.is_due = false;
+                    // One tile: S goes first, into the other buffer, but must not wait for Q with a product due.
+                    const bool s_first = kTiles == 1 && block != walk.end - 1;
+                    if (!s_first && before.is_due) issue_pv(tile, before);
+                    if (block < walk.end && block >= walk.begin) issue_qk(tile, block);
+                    if (s_first && before.is_due) issue_pv(tile, before);
                 }
-                if (v_is_due) release(control.v_empty, v);
-                release(control.k_empty, k);
+                if (kTiles > 1) {
+                    if (v_is_due) release(control.v_empty, v);
+                    release(control.k_empty, k);
+                }
                 v_is_due = true;
             }
         }
@@ -148,6 +173,7 @@ struct ForwardProducts : Shape {
         // Every commit has arrived before the CTA ends.
         for (int i = 0; i < kStages; ++i, k.advance()) Barrier::wait(&control.k_empty[k.index], k.phase ^ 1);
         for (int i = 0; i < kVStages; ++i, v.advance()) Barrier::wait(&control.v_empty[v.index], v.phase ^ 1);
+#pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) Barrier::wait(&control.q_empty[tile], walks[tile].q_phase ^ 1);
     }
 };

@@ -29,6 +29,7 @@ struct ForwardTile {
     int warps;            // per CTA: 4 per query tile for the softmax, 4 for the correction, 4 for products and loads
     int v_stages = 2;     // buffers of V
     int polynomials = 0;  // of every 16 pairs of scores, how many are raised by a polynomial instead of MUFU.EX2
+    int parts = 1;        // a buffer holds one of so many parts of a block: of K in columns, of V in rows
 };
 
 // What follows from the template parameters, for all roles and the launcher alike.
@@ -37,6 +38,7 @@ struct ForwardShape {
     static constexpr DataType kDataType = kType;
     static constexpr bool kIsRich = kRich;
     static constexpr int kQkSteps = kHeadDim / 16;
+    static constexpr int kPvSteps = kTile.block_n / 16;
     static constexpr int kOutColumns = kHeadDimV;
     static constexpr int kBlockM = kTile.block_m;
     static constexpr int kBlockN = kTile.block_n;
@@ -49,9 +51,14 @@ struct ForwardShape {
     static constexpr int kQBuffers = 1;
     static constexpr int kPlans = 2;
     static constexpr int kCluster = 1;
-    static constexpr int kQBoxRows = kRows;      // of a TMA box of Q
-    static constexpr int kKeyBoxRows = kBlockN;  // of K or V
-    static_assert(kTiles == 2 && kTile.warps == 4 * kTiles + 8);
+    static constexpr int kQBoxRows = kRows;  // of a TMA box of Q
+    static constexpr int kKParts = kTile.parts;
+    static constexpr int kVParts = kTile.parts;
+    static constexpr int kKeyBoxRows = kBlockN;  // of K
+    static constexpr int kVPartRows = kBlockN / kVParts;
+    static constexpr int kVBoxRows = kVPartRows;
+    static_assert((kTiles == 1 || kTiles == 2) && kTile.warps == 4 * kTiles + 8);
+    static_assert(kTiles == 1 || kTile.parts == 1, "two tiles use a block of keys twice, so it stays whole");
     static_assert(kBlockN % 32 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 32 == 0);
 
     // Roles, in groups of four warps.
@@ -63,12 +70,17 @@ struct ForwardShape {
     // Shared memory.
     static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;
     static constexpr int kPanelsV = (kHeadDimV + kPanelColumns - 1) / kPanelColumns;
-    static constexpr int kQBytes = kPanels * kRows * kPanelRowBytes;  // of one query tile
-    static constexpr int kKBytes = kPanels * kBlockN * kPanelRowBytes;
-    static constexpr int kVBytes = kPanelsV * kBlockN * kPanelRowBytes;
+    static constexpr int kQBytes = kPanels * kRows * kPanelRowBytes;              // of one query tile
+    static constexpr int kKBytes = kPanels / kKParts * kBlockN * kPanelRowBytes;  // of a part
+    static constexpr int kVBytes = kPanelsV * kVPartRows * kPanelRowBytes;
+    static_assert(kPanels % kKParts == 0 && kVPartRows % 16 == 0);
     static constexpr int kKOffset = kTiles * kQBytes;
     static constexpr int kVOffset = kKOffset + kStages * kKBytes;
     static constexpr int kControlOffset = kVOffset + kVStages * kVBytes;
+
+    // S has two buffers: one for each query tile, or both in turn for one.
+    static constexpr int kSBuffers = 2;
+    static constexpr int kSRing = kSBuffers / kTiles;
 
     struct Control {
         uint64_t plan_full[kPlans], plan_empty[kPlans];
@@ -76,12 +88,13 @@ struct ForwardShape {
         uint64_t k_full[kStages], k_empty[kStages];
         uint64_t v_full[kVStages], v_empty[kVStages];
         uint64_t v_landed;
-        uint64_t s_full[kTiles];                           // S is in tensor memory
-        uint64_t p_full[kTiles], p_tail[kTiles];           // so are the first 3/4 of P, the rest of P
-        uint64_t o_ready[kTiles], o_full[kTiles];          // O may be added to; is complete
-        uint64_t rescale_full[kTiles];                     // `rescale` holds a factor for each row
+        uint64_t s_full[kSBuffers];                        // S is in tensor memory
+        uint64_t p_full[kSBuffers], p_tail[kSBuffers];     // so are the first 3/4 of P, the rest of P
+        uint64_t rescale_full[kSBuffers];                  // `rescale` holds a factor for each row
+        uint64_t o_ready[kSBuffers];                       // O may be added to
+        uint64_t o_full[kTiles];                           // a product has been added to O
         uint64_t scale_full[kTiles], scale_empty[kTiles];  // `out_scale`
-        float rescale[kTiles][kRows];
+        float rescale[kSBuffers][kRows];
         float out_scale[kTiles][kRows];
         ForwardPlan plans[kPlans];
         uint32_t tmem;  // where tcgen05.alloc says what it allocated
@@ -89,19 +102,20 @@ struct ForwardShape {
     static constexpr int64_t kSharedMemory = kControlOffset + sizeof(Control);
 
     // Tensor memory, columns.
-    static constexpr int kSColumn = 0;  // of tile 0; P, packed in pairs, lies over the first half of S
-    static constexpr int kSPitch = 128;  // from tile to tile
-    static constexpr int kOColumn = kTiles * kSPitch;
+    static constexpr int kSColumn = 0;   // of buffer 0; P, packed in pairs, lies over the first half of S
+    static constexpr int kSPitch = 128;  // from buffer to buffer
+    static constexpr int kOColumn = kSBuffers * kSPitch;
     static_assert(kBlockN <= kSPitch && kOColumn + kTiles * kHeadDimV <= kTensorMemoryColumns);
 
     // P is handed over in two parts, so that its product begins under the last exponentials.
     static constexpr int kPHead = kBlockN / 4 * 3 / 32 * 32;
 
-    // setmaxnreg shares out what the launch has: 65536 / kThreads a thread.
+    // setmaxnreg shares out what the launch has: threads times the cap that the compiler derives from their number.
     static constexpr int kSoftmaxRegisters = kBlockN > 96 ? 192 : 168;  // S and what becomes of a quarter of it
-    static constexpr int kCorrectionRegisters = 72;
-    static constexpr int kSupplyRegisters = kBlockN > 96 ? 56 : 96;
-    static_assert(kTiles * kSoftmaxRegisters + kCorrectionRegisters + kSupplyRegisters <= 65536 / 128);
+    static constexpr int kCorrectionRegisters = kTiles == 1 ? 144 : 72;
+    static constexpr int kSupplyRegisters = kTiles == 1 ? 144 : kBlockN > 96 ? 56 : 96;
+    static_assert(128 * (kTiles * kSoftmaxRegisters + kCorrectionRegisters + kSupplyRegisters) <=
+                  65536 / kThreads / 8 * 8 * kThreads);
 };
 
 }  // namespace flash_ext::sm100

@@ -18,7 +18,7 @@ namespace flash_ext::sm100 {
 template <class Shape>
 struct ForwardSoftmax : Shape {
     using Shape::kBlockN, Shape::kRows, Shape::kPlans, Shape::kDataType, Shape::kPolynomials, Shape::kPHead;
-    using Shape::kSColumn, Shape::kSPitch, Shape::kIsRich;
+    using Shape::kSColumn, Shape::kSPitch, Shape::kSRing, Shape::kTiles, Shape::kIsRich;
     using typename Shape::Control;
 
     struct Row {
@@ -31,13 +31,14 @@ struct ForwardSoftmax : Shape {
                                                int thread) {
         const ForwardParams& params = arguments.params;
         const int lane = thread % 32;
-        const uint32_t s_tmem = own_lanes(kSColumn + tile * kSPitch, thread / 32);
+        const uint32_t s_base = own_lanes(kSColumn + (kTiles == 1 ? 0 : tile * kSPitch), thread / 32);
         const float scale_log2 = kIsRich ? 1.f : arguments.scale_log2;
         PhiloxKey philox{};
         const bool drops = kIsRich && params.rng_state != nullptr && params.dropout_threshold > 0;
         if (drops) philox = philox_key(params.rng_state);
         Ring<kPlans> plans;
-        uint32_t s_phase = 0, scale_phase = 0;
+        Ring<kSRing> s_ring;
+        uint32_t scale_phase = 0;
 
         // What this thread alone has done becomes visible with its warp's arrival.
         const auto arrive = [&](uint64_t* barrier) {
@@ -63,8 +64,10 @@ struct ForwardSoftmax : Shape {
 
             const auto step = [&]<bool kMasked>() {
                 float s[kBlockN];
-                Barrier::wait(&control.s_full[tile], s_phase);
-                s_phase ^= 1;
+                const int buffer = kTiles == 1 ? uniform(s_ring.index) : tile;
+                const uint32_t s_tmem = s_base + (kTiles == 1 ? buffer * kSPitch : 0);
+                Barrier::wait(&control.s_full[buffer], s_ring.phase);
+                s_ring.advance();
                 ptx::tcgen05_fence_after_thread_sync();
 #pragma unroll
                 for (int column = 0; column < kBlockN; column += 32) {
@@ -80,9 +83,9 @@ struct ForwardSoftmax : Shape {
                 }
                 const float rescale = update_maximum(s, state, scale_log2);
                 if (block != blocks.end - 1) {
-                    control.rescale[tile][thread] = rescale;
+                    control.rescale[buffer][thread] = rescale;
                     ptx::tcgen05_fence_before_thread_sync();
-                    arrive(&control.rescale_full[tile]);
+                    arrive(&control.rescale_full[buffer]);
                 }
                 float scaled_max = state.maximum * scale_log2;
                 if (kMasked && state.maximum == minus_infinity()) scaled_max = 0.f;
@@ -111,7 +114,7 @@ struct ForwardSoftmax : Shape {
                     if (column + 32 == kPHead || column + 32 == kBlockN) {
                         wait_stores();
                         ptx::tcgen05_fence_before_thread_sync();
-                        arrive(column + 32 == kPHead ? &control.p_full[tile] : &control.p_tail[tile]);
+                        arrive(column + 32 == kPHead ? &control.p_full[buffer] : &control.p_tail[buffer]);
                     }
                 }
                 const float2 sum = __fadd2_rn(sums[0], sums[1]);

@@ -17,7 +17,7 @@ namespace flash_ext::sm90 {
 template <class Shape>
 struct ForwardLaunch {
     static constexpr int kBlockM = Shape::kBlockM, kCluster = Shape::kCluster, kThreads = Shape::kThreads;
-    static constexpr int kQBoxRows = Shape::kQBoxRows, kKeyBoxRows = Shape::kKeyBoxRows;
+    static constexpr int kQBoxRows = Shape::kQBoxRows, kKeyBoxRows = Shape::kKeyBoxRows, kVBoxRows = Shape::kVBoxRows;
     static constexpr int64_t kSharedMemory = Shape::kSharedMemory;
 
     // The grid, and what it is made of.
@@ -65,7 +65,7 @@ struct ForwardLaunch {
                            params.head_dim, kKeyBoxRows);
             if (error == cudaSuccess) {
                 error = encode(&arguments.v, params.v, params.dtype, k_batch, params.seqlen_k, params.heads_k,
-                               params.head_dim_v, kKeyBoxRows);
+                               params.head_dim_v, kVBoxRows);
             }
             if (error != cudaSuccess) return error;
         } else {

@@ -18,16 +18,16 @@ template <class Shape>
 struct ForwardProducer : Shape {
     using Shape::kBlockM, Shape::kBlockN, Shape::kStages, Shape::kVStages, Shape::kQBuffers, Shape::kPlans,
         Shape::kCluster;
-    using Shape::kKeyBoxRows, Shape::kPanels, Shape::kPanelsV;
+    using Shape::kKeyBoxRows, Shape::kVBoxRows, Shape::kPanels, Shape::kPanelsV, Shape::kKParts, Shape::kVParts;
     using Shape::kQBytes, Shape::kKBytes, Shape::kVBytes, Shape::kKOffset, Shape::kVOffset;
     using typename Shape::Control;
 
     // One thread: starts the copies of kTileRows rows into shared memory, in boxes of kBoxRows; their bytes arrive at
     // the barrier. shares: this CTA copies only the box of its rank, but into both CTAs of the pair, to the same place
-    // and barrier in each; the other CTA does the same with the other box.
+    // and barrier in each; the other CTA does the same with the other box. first_column: a multiple of a panel's.
     template <int kTileRows, int kBoxRows, int kTilePanels>
     __device__ __forceinline__ static void load(const TensorMap& tensor, uint64_t* barrier, unsigned char* tile_smem,
-                                                int row, int head, int batch, bool shares) {
+                                                int row, int head, int batch, bool shares, int first_column = 0) {
         constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
         constexpr uint16_t kBoth = 0b11;
         TransactionBarrier::arrive_and_expect_tx(barrier, kTilePanels * kTileRows * kPanelRowBytes);
@@ -39,18 +39,20 @@ struct ForwardProducer : Shape {
             if (shares) {
                 cute::SM90_TMA_LOAD_MULTICAST_4D::copy(
                     &tensor.map, barrier, kBoth, kHint, panel_smem + rank * kBoxRows * kPanelRowBytes,
-                    panel * kPanelColumns, row + rank * kBoxRows, head_coordinate, batch_coordinate);
+                    first_column + panel * kPanelColumns, row + rank * kBoxRows, head_coordinate, batch_coordinate);
             } else if (tensor.row_step != 0) {
 #pragma unroll
                 for (int i = 0; i < kTileRows; i += kBoxRows) {
                     cute::SM90_TMA_LOAD_4D::copy(&tensor.map, barrier, kHint, panel_smem + i * kPanelRowBytes,
-                                                 panel * kPanelColumns, row + i, head_coordinate, batch_coordinate);
+                                                 first_column + panel * kPanelColumns, row + i, head_coordinate,
+                                                 batch_coordinate);
                 }
             } else {
 #pragma unroll 1
                 for (int i = 0; i < kTileRows; ++i) {
                     cute::SM90_TMA_LOAD_4D::copy(&tensor.map, barrier, kHint, panel_smem + i * kPanelRowBytes,
-                                                 panel * kPanelColumns, 0, head_coordinate, batch_coordinate);
+                                                 first_column + panel * kPanelColumns, 0, head_coordinate,
+                                                 batch_coordinate);
                 }
             }
         }
@@ -102,12 +104,16 @@ struct ForwardProducer : Shape {
             if (plan.output.rows == 0) break;
 #pragma unroll 1
             for (int block = plan.end - 1; block >= plan.begin; --block) {
-                Barrier::wait(&control.k_empty[k.index], k.phase ^ 1);
-                load<kBlockN, kKeyBoxRows, kPanels>(arguments.k, &control.k_full[k.index],
-                                                    smem + kKOffset + k.index * kKBytes, plan.key_row + block * kBlockN,
-                                                    plan.head_k, plan.output.batch,
-                                                    kCluster > 1 && arguments.shares_keys);
-                k.advance();
+#pragma unroll
+                for (int part = 0; part < kKParts; ++part) {
+                    constexpr int kPartPanels = kPanels / kKParts;
+                    Barrier::wait(&control.k_empty[k.index], k.phase ^ 1);
+                    load<kBlockN, kKeyBoxRows, kPartPanels>(
+                        arguments.k, &control.k_full[k.index], smem + kKOffset + k.index * kKBytes,
+                        plan.key_row + block * kBlockN, plan.head_k, plan.output.batch,
+                        kCluster > 1 && arguments.shares_keys, part * kPartPanels * kPanelColumns);
+                    k.advance();
+                }
             }
             Barrier::arrive(&control.plan_empty[plans.index]);
             plans.advance();
@@ -118,6 +124,7 @@ struct ForwardProducer : Shape {
     __device__ __forceinline__ static void load_values(const ForwardArguments& arguments, unsigned char* smem,
                                                        Control& control, int lane) {
         Ring<kPlans> plans;
+        constexpr int kPartRows = kBlockN / kVParts;
         Ring<kVStages> v;
         uint32_t landed_phase = 0;
         for (;;) {
@@ -125,28 +132,32 @@ struct ForwardProducer : Shape {
             const ForwardPlan& plan = control.plans[plans.index];
             if (plan.output.rows == 0) break;
 #pragma unroll 1
-            for (int block = plan.end - 1; block >= plan.begin; --block) {
+            for (int part = plan.end * kVParts; part > plan.begin * kVParts;) {
+                // Blocks from the last to the first, the parts of a block in their order.
+                --part;
+                const int in_block = kVParts == 1 ? part : part / kVParts * kVParts + (kVParts - 1 - part % kVParts);
+                const int first_key = in_block * kPartRows;
                 Barrier::wait(&control.v_empty[v.index], v.phase ^ 1);
                 unsigned char* v_smem = smem + kVOffset + v.index * kVBytes;
-                const int rows = plan.mask.seqlen_k - block * kBlockN;
-                const bool has_garbage = arguments.v_tail_is_garbage && rows < kBlockN;
+                const int rows = max(plan.mask.seqlen_k - first_key, 0);
+                const bool has_garbage = arguments.v_tail_is_garbage && rows < kPartRows;
                 if (lane == 0) {
-                    load<kBlockN, kKeyBoxRows, kPanelsV>(arguments.v,
+                    load<kPartRows, kVBoxRows, kPanelsV>(arguments.v,
                                                          has_garbage ? &control.v_landed : &control.v_full[v.index],
-                                                         v_smem, plan.key_row + block * kBlockN, plan.head_k,
+                                                         v_smem, plan.key_row + first_key, plan.head_k,
                                                          plan.output.batch, kCluster > 1 && arguments.shares_keys);
                 }
                 if (has_garbage) {
                     Barrier::wait(&control.v_landed, landed_phase);
                     landed_phase ^= 1;
                     for (int panel = 0; panel < kPanelsV; ++panel) {
-                        unsigned char* panel_smem = v_smem + panel * kBlockN * kPanelRowBytes;
+                        unsigned char* panel_smem = v_smem + panel * kPartRows * kPanelRowBytes;
 #pragma unroll 1
-                        for (int i = rows * kPanelRowBytes + lane * 16; i < kBlockN * kPanelRowBytes; i += 32 * 16) {
+                        for (int i = rows * kPanelRowBytes + lane * 16; i < kPartRows * kPanelRowBytes; i += 32 * 16) {
                             *reinterpret_cast<uint4*>(panel_smem + i) = uint4{};
                         }
                     }
-                    cutlass::arch::fence_view_async_shared();  // wgmma reads through the async proxy
+                    cutlass::arch::fence_view_async_shared();  // the products read through the async proxy
                     __syncwarp();
                     if (lane == 0) Barrier::arrive(&control.v_full[v.index]);
                 }

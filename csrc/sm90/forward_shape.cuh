@@ -43,7 +43,9 @@ struct ForwardShape {
     static constexpr int kPlans = 2;
     static constexpr int kCluster = kTile.cluster;
     static constexpr int kQBoxRows = kBlockM;               // of a TMA box of Q
-    static constexpr int kKeyBoxRows = kBlockN / kCluster;  // of K or V
+    static constexpr int kKeyBoxRows = kBlockN / kCluster;  // of K
+    static constexpr int kVBoxRows = kKeyBoxRows;
+    static constexpr int kKParts = 1, kVParts = 1;  // of a block of keys, each in a buffer
     static constexpr bool kOverlap = kTile.overlap;
     static constexpr bool kPingPong = kTile.ping_pong && kWarpgroups > 1;
     static_assert(kTile.warps % 4 == 0);

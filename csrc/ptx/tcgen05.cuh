@@ -67,6 +67,15 @@ __device__ __forceinline__ void tcgen05_commit(uint32_t barrier_smem) {
                  : "memory");
 }
 
+// The same for products of pairs of CTAs: an arrival at the mbarrier at this place in each CTA of the mask.
+__device__ __forceinline__ void tcgen05_commit_multicast(uint32_t barrier_smem, uint16_t ctas) {
+    asm volatile(
+        "tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 [%0], %1;" ::"r"(
+            barrier_smem),
+        "h"(ctas)
+        : "memory");
+}
+
 // PTX ISA 9.7.16.11.1 (tcgen05.fence). Earlier tcgen05 operations of this thread stay before, later ones behind, the
 // barrier or mbarrier operation next to it.
 __device__ __forceinline__ void tcgen05_fence_before_thread_sync() {

@@ -7,54 +7,66 @@
 //   warps 0-3    softmax of query tile 0: S -> maximum, exponentials, row sums -> P
 //   warps 4-7    softmax of query tile 1
 //   warps 8-11   correction: O *= what the maximum grew by (seldom: it may lag by 2^8); O / row sum -> global memory
-//   warp 12      issues all products                S0 | S1 | O0 += P0 V, S0' = Q0 K' | O1 += P1 V, S1' | ...
+//   warp 12      issues all products          S0 | S1 | O0 += P0 V, next S0 | O1 += P1 V, next S1 | ...
 //   warp 13      one thread plans the next tile and loads its Q
 //   warp 14      one thread loads K
-//   warp 15      V, with zeros behind the last key (sm90/forward_producer.cuh says why)
+//   warp 15      V, with zeros behind the last key (sm90/forward.cuh says why)
 //
 // There is no epilogue warp: a thread of the correction has a row of O and writes it in whole sectors of 32 bytes, and
 // a copy by TMA could not leave rows behind a sequence's end alone.
 //
-// | barrier         | arrives                        | waits          | a phase ends when | | plan_full[i]    | warp 13
-// | everyone else  | plan i is written                               | | plan_empty[i]   | products, Q, K, V, other
-// warps | warp 13        | no one needs plan i any more                    | | q_full[t]       | warp 13 and TMA |
-// products       | Q of tile t has landed                          | | q_empty[t]      | commit | warp 13        | the
-// last S of tile t is there                   | | k_full[s]       | warp 14 and TMA                | products       | K
-// has landed                                    | | k_empty[s]      | commit                         | warp 14        |
-// S of both tiles is there                        | | v_full[s]       | warp 15, and TMA unless V ends | products | V
-// has landed, zero behind the last key          | | v_empty[s]      | commit                         | warp 15        |
-// P V of both tiles is done                       | | v_landed        | warp 15 and TMA                | warp 15 | V
-// has landed with whatever is behind it         | | s_full[t]       | commit                         | softmax t      |
-// S is there, and all products before it are done | | p_full[t]       | softmax t, by warps            | products | the
-// first 3/4 of P are there; S has been read   | | p_tail[t]       | softmax t, by warps            | products       | P
-// is there                                      | | rescale_full[t] | softmax t, by warps            | correction     |
-// rescale[t] is written (not for the first block) | | o_ready[t]      | correction, by warps           | products | O
-// has the new scale, or has been written out    | | scale_full[t]   | softmax t, by warps            | correction     |
-// out_scale[t] is written, after the last block   | | scale_empty[t]  | correction, by warps           | softmax t |
-// out_scale[t] has been read                      | | o_full[t]       | commit                         | correction |
-// the last P V of tile t is done                  |
+// Wide heads (256) leave room for one query tile, of warps 0-3: S has two buffers then, and S of the next block is
+// computed under the softmax of this one:  S[j] | S[j-1] | O += P[j] V[j], S[j-2] | O += P[j-1] V[j-1], S[j-3] | ...
+// K and V come in parts of a block, each handed back when its product is done.
 //
-// What needs no barrier: S of block j - 1 overwrites P of block j, whose product the same thread has issued before it
-// (products of a CTA run in the order of their issue). rescale[t] of block j - 1 overwrites that of block j: s_full of
-// j - 1 follows O += P V of j, which waited for o_ready, which follows the reading. The correction finds O += P V of
-// j + 1 done when it rescales for j, for s_full of j covers it.
+// A pair of CTAs (cluster = 2, only where no mask cuts: tiles of 512 rows) works like one CTA whose tiles have 256
+// rows, 128 in each: its products (cta_group::2) take half of K's rows and half of V's columns from each CTA, so each
+// loads and keeps half. Rank 0 issues them, their commits signal both, and the barriers marked * count arrivals of both
+// at rank 0. Everything else is done by each CTA for its own rows, from the same plan.
+//
+// t: query tile; b: buffer of S, which is t with two tiles; s, i: place in a ring.
+//
+// | barrier         | arrives                        | waits          | a phase ends when                             |
+// | plan_full[i]    | warp 13                        | everyone else  | plan i is written                             |
+// | plan_empty[i]   | products, Q, K, V, other warps | warp 13        | no one needs plan i any more                  |
+// | q_full[t] *     | warp 13 and TMA                | products       | Q of tile t has landed                        |
+// | q_empty[t]      | commit                         | warp 13        | the last S of tile t is there                 |
+// | k_full[s] *     | warp 14 and TMA                | products       | K has landed                                  |
+// | k_empty[s]      | commit                         | warp 14        | every S that needs it is there                |
+// | v_full[s] *     | warp 15, and TMA unless V ends | products       | V has landed, zero behind the last key        |
+// | v_empty[s]      | commit                         | warp 15        | every P V that needs it is done               |
+// | v_landed        | warp 15 and TMA                | warp 15        | V has landed with whatever is behind it       |
+// | s_full[b]       | commit                         | softmax        | S is there, and all products issued before it |
+// | p_full[b] *     | softmax, by warps              | products       | the first 3/4 of P are there; S has been read |
+// | p_tail[b] *     | softmax, by warps              | products       | P is there                                    |
+// | rescale_full[b] | softmax, by warps              | correction     | rescale[b] is written (not for a first block) |
+// | o_ready[b] *    | correction, by warps           | products       | O has the new scale, or has been written out  |
+// | o_full[t]       | commit                         | correction     | P V has been added to O                       |
+// | scale_full[t]   | softmax, by warps              | correction     | out_scale[t] is written, after the last block |
+// | scale_empty[t]  | correction, by warps           | softmax        | out_scale[t] has been read                    |
+//
+// What needs no barrier: S overwrites the P of an earlier block, whose product the same thread has issued before
+// (products of a CTA or pair run in the order of their issue). rescale[b] overwrites that of an earlier block: s_full
+// follows, in that order, O += P V of the block before in this buffer, which waited for o_ready, which follows the
+// reading.
 //
 // Tensor memory (512 columns of 32 bits, all of it, in one allocation for the life of the CTA):
 //
-//   columns            holds                       from                           until
-//   0      .. N        S of tile 0, fp32           its product                    softmax has loaded it (p_full)
-//   0      .. N / 2    P of tile 0, 16-bit pairs   softmax, over S                O += P V
-//   N      .. 2 N      S and P of tile 1           likewise
-//   2 N    .. + d_v    O of tile 0, fp32           its first product              the correction has loaded it
-//   (o_ready)
-//   .. + d_v           O of tile 1                 likewise
+//   columns                holds                         from               until
+//   0   .. kBlockN         S of buffer 0, fp32           its product        softmax has loaded it (p_full)
+//   0   .. kBlockN / 2     P of buffer 0, 16-bit pairs   softmax, over S    O += P V
+//   128 ..                 S and P of buffer 1           likewise
+//   256 .. 256 + d_v       O of tile 0, fp32             its first product  the correction has loaded it (o_ready)
+//   .. 256 + 2 d_v         O of tile 1                   likewise
 //
-// Shared memory: Q of two tiles, kStages of K, kVStages of V, in panels of 64 columns; rescale, out_scale, barriers,
-// plans.
+// Shared memory: Q of the tiles, kStages of K, kVStages of V, in panels of 64 columns (sm90/panel.cuh); rescale,
+// out_scale, barriers, plans.
 #pragma once
 
 #include <cuda_runtime_api.h>
 #include <stdint.h>
+
+#include <type_traits>
 
 #include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
@@ -83,6 +95,7 @@ struct Forward : ForwardShape<kType, kHeadDim, kHeadDimV, kTile, kRich> {
     using Shape = ForwardShape<kType, kHeadDim, kHeadDimV, kTile, kRich>;
     using Producer = sm90::ForwardProducer<Shape>;
     using Shape::kCorrectionGroup, Shape::kSupplyGroup, Shape::kControlOffset;
+    using Shape::kCtasOfTile, Shape::kIsPair;
     using Shape::kSoftmaxRegisters, Shape::kCorrectionRegisters, Shape::kSupplyRegisters;
     using Shape::kTiles, Shape::kSBuffers, Shape::kStages, Shape::kVStages, Shape::kPlans, Shape::kPlanReaders;
     using typename Shape::Control;
@@ -92,7 +105,7 @@ struct Forward : ForwardShape<kType, kHeadDim, kHeadDimV, kTile, kRich> {
         Control& control = *reinterpret_cast<Control*>(smem + kControlOffset);
         const int group = uniform(threadIdx.x / 128);
         const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-        cute::TMEM::Allocator1Sm allocator;
+        std::conditional_t<kIsPair, cute::TMEM::Allocator2Sm, cute::TMEM::Allocator1Sm> allocator;
         if (group == kSupplyGroup && warp == 0) {
             if (lane == 0) init_barriers(arguments, control);
             __syncwarp();
@@ -101,6 +114,10 @@ struct Forward : ForwardShape<kType, kHeadDim, kHeadDimV, kTile, kRich> {
             ptx::tcgen05_fence_before_thread_sync();
         }
         __syncthreads();
+        if constexpr (kIsPair) {  // the other CTA's barriers and tensor memory exist
+            cute::cluster_arrive();
+            cute::cluster_wait();
+        }
         ptx::tcgen05_fence_after_thread_sync();
 
         if (group == kSupplyGroup) {
@@ -124,7 +141,11 @@ struct Forward : ForwardShape<kType, kHeadDim, kHeadDimV, kTile, kRich> {
         }
 
         ptx::tcgen05_fence_before_thread_sync();
-        __syncthreads();  // no one reads tensor memory any more
+        __syncthreads();          // no one reads tensor memory any more
+        if constexpr (kIsPair) {  // or signals the other CTA
+            cute::cluster_arrive();
+            cute::cluster_wait();
+        }
         if (ptx::tid_x() / 32 == kSupplyGroup * 4) {
             ptx::tcgen05_fence_after_thread_sync();
             allocator.free(0, kTensorMemoryColumns);
@@ -143,7 +164,7 @@ struct Forward : ForwardShape<kType, kHeadDim, kHeadDimV, kTile, kRich> {
 
   private:
     __device__ __forceinline__ static void init_barriers(const ForwardArguments& arguments, Control& control) {
-        constexpr int kWarps = 4;  // of a group
+        constexpr int kWarps = 4 * kCtasOfTile;  // of a group, in a pair of both
         cute::prefetch_tma_descriptor(&arguments.q.map);
         cute::prefetch_tma_descriptor(&arguments.k.map);
         cute::prefetch_tma_descriptor(&arguments.v.map);
@@ -152,26 +173,26 @@ struct Forward : ForwardShape<kType, kHeadDim, kHeadDimV, kTile, kRich> {
             Barrier::init(&control.plan_empty[i], kPlanReaders);
         }
         for (int i = 0; i < kStages; ++i) {
-            Barrier::init(&control.k_full[i], 1);
+            Barrier::init(&control.k_full[i], kCtasOfTile);
             Barrier::init(&control.k_empty[i], 1);
         }
         for (int i = 0; i < kVStages; ++i) {
-            Barrier::init(&control.v_full[i], 1);
+            Barrier::init(&control.v_full[i], kCtasOfTile);
             Barrier::init(&control.v_empty[i], 1);
         }
         Barrier::init(&control.v_landed, 1);
         for (int tile = 0; tile < kTiles; ++tile) {
-            Barrier::init(&control.q_full[tile], 1);
+            Barrier::init(&control.q_full[tile], kCtasOfTile);
             Barrier::init(&control.q_empty[tile], 1);
             Barrier::init(&control.o_full[tile], 1);
-            Barrier::init(&control.scale_full[tile], kWarps);
-            Barrier::init(&control.scale_empty[tile], kWarps);
+            Barrier::init(&control.scale_full[tile], 4);
+            Barrier::init(&control.scale_empty[tile], 4);
         }
         for (int buffer = 0; buffer < kSBuffers; ++buffer) {
             Barrier::init(&control.s_full[buffer], 1);
             Barrier::init(&control.p_full[buffer], kWarps);
             Barrier::init(&control.p_tail[buffer], kWarps);
-            Barrier::init(&control.rescale_full[buffer], kWarps);
+            Barrier::init(&control.rescale_full[buffer], 4);
             Barrier::init(&control.o_ready[buffer], kWarps);
         }
         cutlass::arch::fence_barrier_init();

@@ -18,7 +18,8 @@ template <class Shape>
 struct ForwardCorrection : Shape {
     using Shape::kRows, Shape::kTiles, Shape::kPlans, Shape::kDataType, Shape::kOutColumns, Shape::kOColumn;
     using Shape::kSBuffers;
-    using typename Shape::Control;
+    using Shape::kTileRows;
+    using typename Shape::Control, typename Shape::Transfer;
     static constexpr int kColumns = 32;  // at a time
 
     // All threads of the warpgroup.
@@ -31,6 +32,10 @@ struct ForwardCorrection : Shape {
         const auto arrive = [&](uint64_t* barrier) {
             __syncwarp();
             if (ptx::tid_x() % 32 == 0) Barrier::arrive(barrier);
+        };
+        const auto arrive_ready = [&](int buffer) {
+            __syncwarp();
+            if (ptx::tid_x() % 32 == 0) Transfer::arrive(&control.o_ready[buffer]);
         };
         const auto wait = [&](uint64_t* barrier, int bit) {
             Barrier::wait(barrier, phases >> bit & 1);
@@ -48,7 +53,7 @@ struct ForwardCorrection : Shape {
         };
         // O of the tile may be overwritten.
 #pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile) arrive(&control.o_ready[tile]);
+        for (int tile = 0; tile < kTiles; ++tile) arrive_ready(tile);
 
         for (;; plans.advance()) {
             Barrier::wait(&control.plan_full[plans.index], plans.phase);
@@ -65,7 +70,7 @@ struct ForwardCorrection : Shape {
                         wait(&control.rescale_full[buffer], buffer);
                         wait_products(tile);
                         rescale(o_tmem + tile * kOutColumns, control.rescale[buffer][thread()]);
-                        arrive(&control.o_ready[buffer]);
+                        arrive_ready(buffer);
                     }
                     advance(tile);
                 }
@@ -80,12 +85,12 @@ struct ForwardCorrection : Shape {
                     arrive(&control.scale_empty[tile]);
                     wait_products(tile);
                 }
-                const int row = tile * kRows + thread();
+                const int row = tile * kTileRows + Transfer::rank() * kRows + thread();
                 if (row >= plan.output.rows_used) scale = -1.f;
                 write_row(arguments.params, plan, row, o_tmem + tile * kOutColumns, scale, has_blocks);
                 if (has_blocks) {
                     ptx::tcgen05_fence_before_thread_sync();
-                    arrive(&control.o_ready[buffer_of(tile)]);
+                    arrive_ready(buffer_of(tile));
                 }
             }
             arrive(&control.plan_empty[plans.index]);
@@ -95,20 +100,21 @@ struct ForwardCorrection : Shape {
   private:
     // A warp whose rows all keep their maximum has nothing to do: the rule, for maxima may lag (core/softmax.cuh).
     __device__ __forceinline__ static void rescale(uint32_t o_tmem, float factor) {
+        constexpr int kStep = 16;  // two are in flight, and this is seldom
         if (!__any_sync(kAllLanes, factor != 1.f)) return;
 #pragma unroll
-        for (int column = 0; column < kOutColumns; column += kColumns) {
-            uint32_t o[kColumns];
-            load_columns<kColumns>(o, o_tmem + column);
+        for (int column = 0; column < kOutColumns; column += kStep) {
+            uint32_t o[kStep];
+            load_columns<kStep>(o, o_tmem + column);
             wait_loads();
 #pragma unroll
-            for (int i = 0; i < kColumns; i += 2) {
+            for (int i = 0; i < kStep; i += 2) {
                 const float2 scaled = __fmul2_rn(make_float2(__uint_as_float(o[i]), __uint_as_float(o[i + 1])),
                                                  make_float2(factor, factor));
                 o[i] = __float_as_uint(scaled.x);
                 o[i + 1] = __float_as_uint(scaled.y);
             }
-            store_columns<kColumns>(o_tmem + column, o);
+            store_columns<kStep>(o_tmem + column, o);
         }
         wait_stores();
         ptx::tcgen05_fence_before_thread_sync();
@@ -128,6 +134,9 @@ struct ForwardCorrection : Shape {
             if (has_blocks) {
                 load_columns<kColumns>(o, o_tmem + column);
                 wait_loads();
+            } else {  // undefined values would keep their registers through the whole loop
+#pragma unroll
+                for (int i = 0; i < kColumns; ++i) o[i] = 0;
             }
 #pragma unroll
             for (int i = 0; i < kColumns; i += 8) {

@@ -18,10 +18,11 @@ struct ForwardProducts : Shape {
     using Shape::kKOffset, Shape::kVOffset, Shape::kSColumn, Shape::kSPitch, Shape::kOColumn, Shape::kPHead;
     using Shape::kKParts, Shape::kVParts, Shape::kVPartRows, Shape::kSRing;
     using Shape::kQkSteps, Shape::kPvSteps, Shape::kOutColumns, Shape::kQBytes, Shape::kKBytes, Shape::kVBytes;
-    using typename Shape::Control;
+    using Shape::kTileRows, Shape::kKRows, Shape::kCtasOfTile, Shape::kIsPair;
+    using typename Shape::Control, typename Shape::Transfer;
 
-    static constexpr uint32_t kQkShape = instruction_descriptor<kDataType, kRows, kBlockN, false>();
-    static constexpr uint32_t kPvShape = instruction_descriptor<kDataType, kRows, kOutColumns, true>();
+    static constexpr uint32_t kQkShape = instruction_descriptor<kDataType, kTileRows, kBlockN, false>();
+    static constexpr uint32_t kPvShape = instruction_descriptor<kDataType, kTileRows, kOutColumns, true>();
 
     // A block whose S has been issued and whose P V has not.
     struct Pending {
@@ -38,7 +39,7 @@ struct ForwardProducts : Shape {
         uint32_t q_phase;
     };
 
-    // One warp.
+    // One warp. In a pair the other CTA's comes along as far as it must to know when all is done.
     __device__ __forceinline__ static void run(unsigned char* smem, Control& control) {
         const uint32_t smem_address = cute::cast_smem_ptr_to_uint(smem);
         const uint32_t q_base = panel_descriptor(smem_address, 16);
@@ -49,9 +50,20 @@ struct ForwardProducts : Shape {
         Ring<kVStages> v;
         TileWalk walks[kTiles] = {};
 
-        const auto commit = [](uint64_t* barrier) { ptx::tcgen05_commit(cute::cast_smem_ptr_to_uint(barrier)); };
+        const bool leads = !kIsPair || Transfer::rank() == 0;
+
+        const auto commit = [](uint64_t* barrier) {
+            if constexpr (kIsPair) {
+                ptx::tcgen05_commit_multicast(cute::cast_smem_ptr_to_uint(barrier), 0b11);
+            } else {
+                ptx::tcgen05_commit(cute::cast_smem_ptr_to_uint(barrier));
+            }
+        };
+        const auto wait = [&](uint64_t* barrier, uint32_t phase) {
+            if (leads) Barrier::wait(barrier, phase);
+        };
         const auto release = [&]<int kSize>(uint64_t* empty, Ring<kSize>& ring) {
-            if (cute::elect_one_sync()) commit(&empty[ring.index]);
+            if (leads && cute::elect_one_sync()) commit(&empty[ring.index]);
             __syncwarp();
             ring.advance();
         };
@@ -62,22 +74,23 @@ struct ForwardProducts : Shape {
             static_assert(kVParts == 1 || kHeadSteps % kPartSteps == 0);
             const uint32_t o_tmem = kOColumn + tile * kOutColumns;
             const uint32_t p_tmem = kSColumn + block.buffer * kSPitch;
-            Barrier::wait(&control.o_ready[block.buffer], block.phase);
+            wait(&control.o_ready[block.buffer], block.phase);
 #pragma unroll
             for (int segment = 0; segment < kSegments; ++segment) {
                 const int begin = kVParts > 1 ? segment * kPartSteps : segment * kHeadSteps;
                 const int end = kVParts > 1 ? begin + kPartSteps : segment == 0 ? kHeadSteps : kPvSteps;
-                if (begin % kPartSteps == 0) Barrier::wait(&control.v_full[v.index], v.phase);
-                if (begin == 0) Barrier::wait(&control.p_full[block.buffer], block.phase);
-                if (begin == kHeadSteps) Barrier::wait(&control.p_tail[block.buffer], block.phase);
+                if (begin % kPartSteps == 0) wait(&control.v_full[v.index], v.phase);
+                if (begin == 0) wait(&control.p_full[block.buffer], block.phase);
+                if (begin == kHeadSteps) wait(&control.p_tail[block.buffer], block.phase);
                 ptx::tcgen05_fence_after_thread_sync();
                 const uint32_t v_descriptor = v_base + uniform(v.index) * (kVBytes >> 4);
-                if (cute::elect_one_sync()) {
+                if (leads && cute::elect_one_sync()) {
 #pragma unroll
                     for (int step = begin; step < end; ++step) {
-                        ptx::tcgen05_mma_f16_ts<1>(o_tmem, p_tmem + step * 8,
-                                                   whole_descriptor(v_descriptor + sm90::row_step(step % kPartSteps)),
-                                                   kPvShape, step > 0 || !block.is_first);
+                        ptx::tcgen05_mma_f16_ts<kCtasOfTile>(
+                            o_tmem, p_tmem + step * 8,
+                            whole_descriptor(v_descriptor + sm90::row_step(step % kPartSteps)), kPvShape,
+                            step > 0 || !block.is_first);
                     }
                     if (kTiles == 1) commit(&control.v_empty[v.index]);
                     if (end == kPvSteps) commit(&control.o_full[tile]);
@@ -94,23 +107,23 @@ struct ForwardProducts : Shape {
             walk.pending = {true, block == walk.end - 1, buffer, walk.s.phase};
             walk.s.advance();
             if (walk.pending.is_first) {
-                Barrier::wait(&control.q_full[tile], walk.q_phase);
+                wait(&control.q_full[tile], walk.q_phase);
                 walk.q_phase ^= 1;
             }
             const uint32_t q_descriptor = q_base + tile * (kQBytes >> 4);
 #pragma unroll
             for (int part = 0; part < kKParts; ++part) {
-                Barrier::wait(&control.k_full[k.index], k.phase);
+                wait(&control.k_full[k.index], k.phase);
                 ptx::tcgen05_fence_after_thread_sync();
                 const uint32_t k_descriptor = k_base + uniform(k.index) * (kKBytes >> 4);
-                if (cute::elect_one_sync()) {
+                if (leads && cute::elect_one_sync()) {
 #pragma unroll
                     for (int step = 0; step < kPartSteps; ++step) {
                         const int q_step = part * kPartSteps + step;
-                        ptx::tcgen05_mma_f16_ss<1>(kSColumn + buffer * kSPitch,
-                                                   whole_descriptor(q_descriptor + sm90::column_step(q_step, kRows)),
-                                                   whole_descriptor(k_descriptor + sm90::column_step(step, kBlockN)),
-                                                   kQkShape, q_step > 0);
+                        ptx::tcgen05_mma_f16_ss<kCtasOfTile>(
+                            kSColumn + buffer * kSPitch,
+                            whole_descriptor(q_descriptor + sm90::column_step(q_step, kRows)),
+                            whole_descriptor(k_descriptor + sm90::column_step(step, kKRows)), kQkShape, q_step > 0);
                     }
                     if (kTiles == 1) commit(&control.k_empty[k.index]);
                     if (part == kKParts - 1) {

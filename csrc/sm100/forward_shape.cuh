@@ -3,9 +3,12 @@
 
 #include <stdint.h>
 
+#include <type_traits>
+
 #include "core/mask.cuh"
 #include "params.h"
 #include "sm100/exponential.cuh"
+#include "sm100/pair.cuh"
 #include "sm100/tensor_memory.cuh"
 #include "sm90/forward_plan.cuh"
 #include "sm90/panel.cuh"
@@ -23,12 +26,13 @@ using sm90::uniform;
 
 // The tile's keys in csrc/kernels.toml.
 struct ForwardTile {
-    int block_m;          // query rows: 128 for each of one or two query tiles
+    int block_m;          // query rows: 128 for each of one or two query tiles of each CTA
     int block_n;          // key rows
     int stages;           // buffers of K
     int warps;            // per CTA: 4 per query tile for the softmax, 4 for the correction, 4 for products and loads
     int v_stages = 2;     // buffers of V
     int polynomials = 0;  // of every 16 pairs of scores, how many are raised by a polynomial instead of MUFU.EX2
+    int cluster = 1;      // 2: a pair of CTAs works on one tile
     int parts = 1;        // a buffer holds one of so many parts of a block: of K in columns, of V in rows
 };
 
@@ -43,7 +47,10 @@ struct ForwardShape {
     static constexpr int kBlockM = kTile.block_m;
     static constexpr int kBlockN = kTile.block_n;
     static constexpr int kRows = 128;  // of a query tile, one to a lane of tensor memory and to a thread of the softmax
-    static constexpr int kTiles = kBlockM / kRows;
+    static constexpr int kCtasOfTile = kTile.cluster;
+    static constexpr bool kIsPair = kCtasOfTile == 2;
+    static constexpr int kTileRows = kRows * kCtasOfTile;  // of a query tile in both CTAs
+    static constexpr int kTiles = kBlockM / kTileRows;
     static constexpr int kStages = kTile.stages;
     static constexpr int kVStages = kTile.v_stages;
     static constexpr int kPolynomials = kTile.polynomials;
@@ -54,11 +61,14 @@ struct ForwardShape {
     static constexpr int kQBoxRows = kRows;  // of a TMA box of Q
     static constexpr int kKParts = kTile.parts;
     static constexpr int kVParts = kTile.parts;
-    static constexpr int kKeyBoxRows = kBlockN;  // of K
+    static constexpr int kKRows = kBlockN / kCtasOfTile;  // of a block of K in this CTA
+    static constexpr int kKeyBoxRows = kKRows;            // of K
     static constexpr int kVPartRows = kBlockN / kVParts;
     static constexpr int kVBoxRows = kVPartRows;
     static_assert((kTiles == 1 || kTiles == 2) && kTile.warps == 4 * kTiles + 8);
     static_assert(kTiles == 1 || kTile.parts == 1, "two tiles use a block of keys twice, so it stays whole");
+    static_assert(kCtasOfTile == 1 || (kIsPair && kTiles == 2 && kHeadDimV % (2 * kPanelColumns) == 0));
+    using Transfer = std::conditional_t<kIsPair, PairTransfer, sm90::LocalTransfer>;
     static_assert(kBlockN % 32 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 32 == 0);
 
     // Roles, in groups of four warps.
@@ -69,9 +79,9 @@ struct ForwardShape {
 
     // Shared memory.
     static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;
-    static constexpr int kPanelsV = (kHeadDimV + kPanelColumns - 1) / kPanelColumns;
-    static constexpr int kQBytes = kPanels * kRows * kPanelRowBytes;              // of one query tile
-    static constexpr int kKBytes = kPanels / kKParts * kBlockN * kPanelRowBytes;  // of a part
+    static constexpr int kPanelsV = (kHeadDimV / kCtasOfTile + kPanelColumns - 1) / kPanelColumns;
+    static constexpr int kQBytes = kPanels * kRows * kPanelRowBytes;             // of one query tile
+    static constexpr int kKBytes = kPanels / kKParts * kKRows * kPanelRowBytes;  // of a part
     static constexpr int kVBytes = kPanelsV * kVPartRows * kPanelRowBytes;
     static_assert(kPanels % kKParts == 0 && kVPartRows % 16 == 0);
     static constexpr int kKOffset = kTiles * kQBytes;
@@ -112,8 +122,8 @@ struct ForwardShape {
 
     // setmaxnreg shares out what the launch has: threads times the cap that the compiler derives from their number.
     static constexpr int kSoftmaxRegisters = kBlockN > 96 ? 192 : 168;  // S and what becomes of a quarter of it
-    static constexpr int kCorrectionRegisters = kTiles == 1 ? 144 : 72;
-    static constexpr int kSupplyRegisters = kTiles == 1 ? 144 : kBlockN > 96 ? 56 : 96;
+    static constexpr int kCorrectionRegisters = kTiles == 1 ? 144 : 64;
+    static constexpr int kSupplyRegisters = kTiles == 1 ? 144 : kBlockN > 96 ? 64 : 96;
     static_assert(128 * (kTiles * kSoftmaxRegisters + kCorrectionRegisters + kSupplyRegisters) <=
                   65536 / kThreads / 8 * 8 * kThreads);
 };

@@ -19,7 +19,8 @@ template <class Shape>
 struct ForwardSoftmax : Shape {
     using Shape::kBlockN, Shape::kRows, Shape::kPlans, Shape::kDataType, Shape::kPolynomials, Shape::kPHead;
     using Shape::kSColumn, Shape::kSPitch, Shape::kSRing, Shape::kTiles, Shape::kIsRich;
-    using typename Shape::Control;
+    using Shape::kTileRows;
+    using typename Shape::Control, typename Shape::Transfer;
 
     struct Row {
         float maximum;  // of the scores before scaling; lags behind by up to kLag
@@ -52,7 +53,7 @@ struct ForwardSoftmax : Shape {
             if (uniform(plan.output.rows) == 0) return;
             const KeyBlocks blocks{uniform(plan.blocks[tile].begin), uniform(plan.blocks[tile].full_begin),
                                    uniform(plan.blocks[tile].full_end), uniform(plan.blocks[tile].end)};
-            const int row = tile * kRows + thread;
+            const int row = tile * kTileRows + Transfer::rank() * kRows + thread;
             const KeyRange keys = plan.mask.visible(plan.row_begin + row);
             Row state{minus_infinity(), 0.f};
             int block = blocks.end - 1;
@@ -114,7 +115,10 @@ struct ForwardSoftmax : Shape {
                     if (column + 32 == kPHead || column + 32 == kBlockN) {
                         wait_stores();
                         ptx::tcgen05_fence_before_thread_sync();
-                        arrive(column + 32 == kPHead ? &control.p_full[buffer] : &control.p_tail[buffer]);
+                        __syncwarp();
+                        if (lane == 0) {
+                            Transfer::arrive(column + 32 == kPHead ? &control.p_full[buffer] : &control.p_tail[buffer]);
+                        }
                     }
                 }
                 const float2 sum = __fadd2_rn(sums[0], sums[1]);

@@ -11,18 +11,19 @@ namespace flash_ext::sm100 {
 template <class Shape>
 struct ForwardSupply : Shape {
     using Shape::kBlockM, Shape::kBlockN, Shape::kRows, Shape::kTiles, Shape::kPlans, Shape::kPanels, Shape::kQBytes;
-    using typename Shape::Control;
+    using Shape::kTileRows, Shape::kCtasOfTile;
+    using typename Shape::Control, typename Shape::Transfer;
 
     // One thread.
     __device__ __forceinline__ static void plan_and_load_queries(const ForwardArguments& arguments, unsigned char* smem,
                                                                  Control& control) {
-        sm90::TileWalk walk;
+        sm90::TileWalk walk(kCtasOfTile);
         Ring<kPlans> plans;
         uint32_t q_phase[kTiles] = {};
         for (;; plans.advance()) {
             Barrier::wait(&control.plan_empty[plans.index], plans.phase ^ 1);
             ForwardPlan& plan = control.plans[plans.index];
-            const bool is_last = !walk.next<kBlockM, kBlockN, kRows>(plan, arguments);
+            const bool is_last = !walk.next<kBlockM, kBlockN, kTileRows>(plan, arguments);
             Barrier::arrive(&control.plan_full[plans.index]);
             if (is_last) return;
 #pragma unroll
@@ -31,8 +32,9 @@ struct ForwardSupply : Shape {
                 Barrier::wait(&control.q_empty[tile], q_phase[tile] ^ 1);
                 q_phase[tile] ^= 1;
                 sm90::ForwardProducer<Shape>::template load<kRows, kRows, kPanels>(
-                    arguments.q, &control.q_full[tile], smem + tile * kQBytes, plan.output.tensor_row + tile * kRows,
-                    plan.output.head, plan.output.batch, false);
+                    arguments.q, &control.q_full[tile], smem + tile * kQBytes,
+                    plan.output.tensor_row + tile * kTileRows + Transfer::rank() * kRows, plan.output.head,
+                    plan.output.batch, false);
             }
             Barrier::arrive(&control.plan_empty[plans.index]);
         }

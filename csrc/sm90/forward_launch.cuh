@@ -18,6 +18,7 @@ template <class Shape>
 struct ForwardLaunch {
     static constexpr int kBlockM = Shape::kBlockM, kCluster = Shape::kCluster, kThreads = Shape::kThreads;
     static constexpr int kQBoxRows = Shape::kQBoxRows, kKeyBoxRows = Shape::kKeyBoxRows, kVBoxRows = Shape::kVBoxRows;
+    static constexpr int kCtasOfTile = Shape::kCtasOfTile;  // 2: a pair works on one tile, and tiles are not handed out
     static constexpr int64_t kSharedMemory = Shape::kSharedMemory;
 
     // The grid, and what it is made of.
@@ -35,11 +36,12 @@ struct ForwardLaunch {
                             : (static_cast<int64_t>(params.seqlen_q) + kBlockM - 1) / kBlockM;
         if (params.seqlen_q == 0) grid.tiles = 0;
         const int64_t sms = context.sm_count - params.sm_margin > 1 ? context.sm_count - params.sm_margin : 1;
-        grid.blocks = grid.heads * grid.tiles < sms ? grid.heads * grid.tiles : sms;
+        const int64_t units = sms / kCtasOfTile > 0 ? sms / kCtasOfTile : 1;
+        grid.blocks = (grid.heads * grid.tiles < units ? grid.heads * grid.tiles : units) * kCtasOfTile;
         if (kCluster > 1 && grid.blocks > 1) grid.blocks -= grid.blocks % 2;
         grid.is_uneven = bounds.left >= 0 || bounds.right >= 0 || packed || params.cu_seqlens_k != nullptr ||
                          params.seqused_q != nullptr || params.seqused_k != nullptr;
-        grid.is_dynamic = grid.is_uneven && grid.heads * grid.tiles > grid.blocks;
+        grid.is_dynamic = grid.is_uneven && grid.heads * grid.tiles > grid.blocks && kCtasOfTile == 1;
         return grid;
     }
 
@@ -106,7 +108,7 @@ struct ForwardLaunch {
         config.dynamicSmemBytes = kSharedMemory;
         config.stream = stream;
         config.attrs = &cluster;
-        config.numAttrs = arguments.shares_keys ? 1 : 0;
+        config.numAttrs = arguments.shares_keys || kCtasOfTile == 2 ? 1 : 0;
         return cudaLaunchKernelExC(&config, kernel, kernel_arguments);
     }
 };

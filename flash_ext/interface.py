@@ -2,15 +2,7 @@
 
 Each function turns its arguments into the keywords of the operators and goes one of two ways (`flash_ext.ops` draws
 them): past the dispatcher in plain eager mode, else through ``torch.ops.flash_ext.fwd``. Packed forms take strided
-views of the caller's tensor, never a copy.
-
-Host cost of ``flash_attn_func(q, k, v)`` without gradients, everything but `flash_ext.dispatch`: 4.5 us (one core of a
-2-core x86-64 server, Python 3.11, torch 2.13, where ``torch.empty_like`` takes 0.8 us), measured with dispatch replaced
-by a function that returns at once::
-
-    python -m timeit -s "import torch, flash_ext; from flash_ext import dispatch" \\
-        -s "dispatch.forward = lambda q, k, v, **options: (q, q)" \\
-        -s "q = torch.randn(2, 64, 4, 64, dtype=torch.bfloat16)" "flash_ext.flash_attn_func(q, q, q)"
+views of the caller's tensor, never a copy. ``benchmarks/host_overhead.py`` measures what a call costs the host.
 """
 
 from __future__ import annotations
@@ -45,6 +37,7 @@ from .ops import (
     fwd,
     is_plain_eager,
     run_forward,
+    run_plain_forward,
     unpack,
     wants_gradient,
 )
@@ -158,6 +151,42 @@ def _cast_by_autocast(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, 
     return tensors
 
 
+def _any_attention(
+    packing: int, tensors: tuple[torch.Tensor, ...], options: Options, plain: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(out, lse)`` of any call, or the error that it deserves; ``plain`` is what `is_plain_eager` said."""
+    head_dim_v = 0  # that of out, once it is padded
+    try:
+        head_dim, last = tensors[0].size(-1), tensors[-1].size(-1)
+    except (AttributeError, IndexError, RuntimeError):
+        head_dim = last = 0  # not a tensor of the right rank: for the checks to say
+    if (head_dim % 8 or last % 8) and head_dim <= MAX_HEAD_DIM and last <= MAX_HEAD_DIM:
+        tensors = _pad_head_dims(packing, tensors)
+        head_dim_v = last
+        options.setdefault("softmax_scale", 1.0 / math.sqrt(head_dim))
+
+    if _is_compiling():  # the operator's fake checks
+        q, k, v = unpack(packing, tensors)
+        if options.get("dropout_p", 0.0) > 0.0:
+            options["rng_state"] = _draw_rng_state(q)
+        out, lse = fwd(q, k, v, **options)
+    elif plain:
+        if "dropout_p" in options:
+            options = _with_rng_state(unpack(packing, tensors), options, plain=True)
+        sinks = options.get("sinks")
+        if wants_gradient(tensors, sinks):
+            out, lse = Attention.apply(options, packing, True, sinks, *tensors)
+        else:
+            q, k, v = unpack(packing, tensors)
+            out, lse = run_forward(q, k, v, options)
+    else:
+        tensors = _cast_by_autocast(tensors)
+        q, k, v = unpack(packing, tensors)
+        options = _with_rng_state((q, k, v), options, plain=False)
+        out, lse = fwd(q, k, v, **options)
+    return (out[..., :head_dim_v] if head_dim_v else out), lse
+
+
 def _attention(
     packing: int,
     tensors: tuple[torch.Tensor, ...],
@@ -193,17 +222,6 @@ def _attention(
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise refusal(TypeError, "window_size", f"is {window_size!r:.80}", "a pair of integers (left, right)")
     window_left, window_right = window_size
-
-    head_dim_v = 0  # that of out, once it is padded
-    try:
-        head_dim, last = tensors[0].size(-1), tensors[-1].size(-1)
-    except (AttributeError, IndexError, RuntimeError):
-        head_dim = last = 0  # not a tensor of the right rank: for the checks to say
-    if (head_dim % 8 or last % 8) and head_dim <= MAX_HEAD_DIM and last <= MAX_HEAD_DIM:
-        tensors = _pad_head_dims(packing, tensors)
-        head_dim_v = last
-        if softmax_scale is None:
-            softmax_scale = 1.0 / math.sqrt(head_dim)
 
     # Only what is not at its default, or not of its type: passing 22 keywords down three times would take 3 us.
     options: Options = {}
@@ -250,27 +268,12 @@ def _attention(
     if deterministic is not False:
         options["deterministic"] = deterministic
 
-    if _is_compiling():  # the operator's fake checks
-        q, k, v = unpack(packing, tensors)
-        if dropout_p > 0.0:
-            options["rng_state"] = _draw_rng_state(q)
-        out, lse = fwd(q, k, v, **options)
-    elif is_plain_eager(tensors, options):
-        if "dropout_p" in options:
-            options = _with_rng_state(unpack(packing, tensors), options, plain=True)
-        if wants_gradient(tensors, learnable_sink):
-            out, lse = Attention.apply(options, packing, True, learnable_sink, *tensors)
-        else:
-            q, k, v = unpack(packing, tensors)
-            out, lse = run_forward(q, k, v, options)
-    else:
-        tensors = _cast_by_autocast(tensors)
-        q, k, v = unpack(packing, tensors)
-        options = _with_rng_state((q, k, v), options, plain=False)
-        out, lse = fwd(q, k, v, **options)
-
-    if head_dim_v:
-        out = out[..., :head_dim_v]
+    plain = not _is_compiling() and is_plain_eager(tensors, options)
+    results = None
+    if plain and packing == SEPARATE and not wants_gradient(tensors):
+        q, k, v = tensors
+        results = run_plain_forward(q, k, v, options)  # most calls need nothing else
+    out, lse = _any_attention(packing, tensors, options, plain) if results is None else results
     if return_attn_probs:
         return out, lse, None
     return (out, lse) if return_lse else out

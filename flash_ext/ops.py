@@ -31,7 +31,7 @@ import torch
 import torch.autograd.forward_ad
 import torch.utils.flop_counter
 
-from . import dispatch
+from . import checks, dispatch
 from .allocate import empty_like
 from .checks import DTYPES, check_backward, check_forward, lse_shape_of
 
@@ -49,6 +49,7 @@ __all__ = [
     "is_plain_eager",
     "run_backward",
     "run_forward",
+    "run_plain_forward",
     "unpack",
     "wants_gradient",
 ]
@@ -96,10 +97,20 @@ def _resolve(options: Options) -> Options:
     return options
 
 
+def run_plain_forward(q: Any, k: Any, v: Any, options: Options) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """`run_forward` in less than half its time, for arguments that are certainly fit; None: nothing was done."""
+    if checks.VALIDATE:
+        return None
+    return dispatch.plain_forward(q, k, v, options, _deterministic_mode())
+
+
 def run_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Check the arguments and compute ``(out, lse)``; real tensors only, no gradients."""
+    results = run_plain_forward(q, k, v, options)
+    if results is not None:
+        return results
     check_forward(q, k, v, **options)
     return dispatch.forward(q, k, v, **_resolve(options))
 

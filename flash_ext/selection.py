@@ -155,6 +155,8 @@ def path_of(direction: Direction, q: Tensor, head_dim: int, head_dim_v: int, fea
         for path in candidates(call, FORCED_PATH):
             if isinstance(choose(call, path), dict):
                 _paths[key] = path
+                if direction == "forward":
+                    _C.set_plain_path(path, _DTYPE_NAMES[q.dtype], key[1], head_dim, head_dim_v, features)
                 return path
     raise refusal(call)
 

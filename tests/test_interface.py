@@ -43,6 +43,16 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Calls]:
 
         monkeypatch.setattr(dispatch, direction, recording)
 
+    plain = dispatch.plain_forward
+
+    def recording_plain(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], deterministic: bool) -> Any:
+        results = plain(q, k, v, options, deterministic)
+        if results is not None:
+            mode = {"deterministic": True} if deterministic else {}
+            recorded["forward"].append({"q": q, "k": k, "v": v, **options, **mode, "results": results})
+        return results
+
+    monkeypatch.setattr(dispatch, "plain_forward", recording_plain)
     record("forward", ("q", "k", "v"))
     record("backward", ("dout", "dlse", "q", "k", "v", "out", "lse"))
     yield recorded

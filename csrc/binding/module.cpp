@@ -12,6 +12,7 @@
 #include "binding/attention.h"
 #include "binding/build_info.h"
 #include "binding/library.h"
+#include "binding/plain.h"
 #include "binding/tensor.h"
 
 namespace py = pybind11;
@@ -156,6 +157,15 @@ PYBIND11_MODULE(_C, m) {
                                 deterministic});
         },
         "The features a call with these arguments asks of a kernel, as bits of FEATURES.");
+    m.def("plain_forward", &plain_forward,
+          "Runs a forward call whose arguments are certainly fit and returns (out, lse); None: ask flash_ext.checks.");
+    m.def(
+        "set_plain_path",
+        [](std::string_view path, std::string_view dtype, int32_t device, int32_t head_dim, int32_t head_dim_v,
+           uint32_t features) { set_plain_path(path, data_type_from(dtype), device, head_dim, head_dim_v, features); },
+        "Tells plain_forward which path serves such calls; device -1: CPU tensors.");
+    m.def("set_output_allocator", &set_output_allocator,
+          "Sets callable(q, head_dim_v, *lse_shape), which allocates (out, lse) for plain_forward.");
     m.def("probe", &probe, "Fills an fp32 tensor with a value through the path's probe kernel.");
     m.def("choose", &choose, "The kernel that serves such a call, or the reason why none does.");
     m.def("kernels", &kernels, "The kernels built into a path's library, in the order of the table.");

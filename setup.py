@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 from setuptools.command.sdist import sdist
@@ -54,6 +55,15 @@ class CleanBuild(build):
         super().run()
 
 
+class NativeWheel(bdist_wheel):
+    """``bdist_wheel`` whose tag says what FLASH_EXT_PYTHONS put into it."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """Of one Python; or of any Python 3, if there are several modules: then Requires-Python says of which."""
+        python, abi, platform = super().get_tag()
+        return ("py3", "none", platform) if PYTHONS else (python, abi, platform)
+
+
 class SourceDistribution(sdist):
     """``sdist`` that keeps the commit it was made from."""
 
@@ -63,9 +73,20 @@ class SourceDistribution(sdist):
         Path(base_dir, native_build.COMMIT_FILE).write_text(native_build.read_commit() + "\n", encoding="utf-8")
 
 
+try:
+    PYTHONS = toolchain.read_pythons()
+except toolchain.BuildError as error:
+    sys.exit(f"flash_ext: {error}")
+
 setup(
+    python_requires=toolchain.requires_python(PYTHONS),
     version=native_build.read_version(),
     # Tells setuptools that the wheel is of one platform and one Python; NativeBuild does the work.
     ext_modules=[Extension("flash_ext._C", sources=[])],
-    cmdclass={"build": CleanBuild, "build_ext": NativeBuild, "sdist": SourceDistribution},
+    cmdclass={
+        "bdist_wheel": NativeWheel,
+        "build": CleanBuild,
+        "build_ext": NativeBuild,
+        "sdist": SourceDistribution,
+    },
 )

@@ -19,7 +19,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -29,7 +28,7 @@ import generate
 import report
 import toolchain
 from cmake_ninja import configure, run_ninja
-from toolchain import BuildError, Options
+from toolchain import BuildError, Options, Python
 
 SOURCE_DIR = Path(__file__).resolve().parent.parent
 BUILD_DIR = SOURCE_DIR / "build"
@@ -80,8 +79,9 @@ def build(options: Options, force: bool = False) -> dict[str, Path]:
     start = time.perf_counter()
     with exclusive(BUILD_DIR):
         results = build_libraries(options, force) if options.paths else {}
-        module = build_binding(options, force)
-        results[module.name] = module
+        for python in toolchain.read_pythons() or [toolchain.running_python()]:
+            module = build_binding(options, force, python)
+            results[module.name] = module
     print(f"flash_ext: built {', '.join(results)} in {time.perf_counter() - start:.0f} s", flush=True)
     return results
 
@@ -200,15 +200,15 @@ def check_libraries(options: Options, table: generate.Table, units: Mapping[str,
     return libraries
 
 
-def build_binding(options: Options, force: bool) -> Path:
-    """Build flash_ext._C for the running Python; returns the module's file."""
+def build_binding(options: Options, force: bool, python: Python) -> Path:
+    """Build flash_ext._C for a Python; returns the module's file."""
     try:
         import pybind11
     except ImportError:
         raise BuildError(
             "pybind11 is missing; install the build requirements of pyproject.toml, or build with pip's build isolation"
         ) from None
-    folder = BUILD_DIR / "binding" / (sys.implementation.cache_tag or sys.implementation.name)
+    folder = BUILD_DIR / "binding" / python.tag
     info = build_info(options, cxx_version())
     text = f'#pragma once\n#define FLASH_EXT_BUILD_INFO R"json({json.dumps(info, sort_keys=True)})json"\n'
     generate.write_if_changed(folder / "build_info.h", text)
@@ -218,12 +218,12 @@ def build_binding(options: Options, force: bool) -> Path:
         {
             "FLASH_EXT_BUILD_DIR": str(BUILD_DIR),
             "FLASH_EXT_COMPONENT": "binding",
-            "FLASH_EXT_PYTHON": sys.executable,
+            "FLASH_EXT_PYTHON": python.executable,
             "pybind11_DIR": pybind11.get_cmake_dir(),
         },
     )
     run_ninja(folder, options.jobs, force)
-    return folder / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+    return folder / f"_C{python.suffix}"
 
 
 def build_info(options: Options, compiler: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import zipfile
 from collections.abc import Mapping
@@ -31,6 +32,14 @@ CUTLASS_REQUIREMENT = "nvidia-cutlass==4.2.0.0"
 CUTLASS_SHA256 = "f9599ada45c7bcb6bf53f7d3f0a7d154183e53451c01bfa59eecd37dd4a693f6"
 CUTLASS_PREFIX = "cutlass_library/source/include/"
 
+MINIMUM_PYTHON = (3, 10)
+# Run by an interpreter of FLASH_EXT_PYTHONS, whatever its age.
+DESCRIBE_PYTHON = (
+    "import json, sys, sysconfig as s; print(json.dumps(dict(version=list(sys.version_info[:2]), "
+    "name=sys.implementation.name, free_threaded=bool(s.get_config_var('Py_GIL_DISABLED')), "
+    "executable=sys.executable, tag=sys.implementation.cache_tag, suffix=s.get_config_var('EXT_SUFFIX'))))"
+)
+
 NO_NVCC = (
     "no CUDA compiler (nvcc {minimum} or newer) was found. Any one of these helps:\n"
     "  - set CUDA_HOME to a CUDA toolkit, or put its nvcc on PATH;\n"
@@ -41,6 +50,28 @@ NO_NVCC = (
 
 class BuildError(RuntimeError):
     """A build cannot go on; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Python:
+    """A CPython that flash_ext._C is built for.
+
+    Attributes
+    ----------
+    executable : str
+        Its interpreter.
+    version : (int, int)
+        Major and minor.
+    tag : str
+        For example ``"cpython-312"``.
+    suffix : str
+        What the file name of an extension module ends with.
+    """
+
+    executable: str
+    version: tuple[int, int]
+    tag: str
+    suffix: str
 
 
 @dataclass(frozen=True)
@@ -119,6 +150,60 @@ def read_options(environment: Mapping[str, str] = os.environ) -> Options:
         jobs=_read_jobs(environment.get("FLASH_EXT_JOBS", "").strip()),
         lineinfo=_read_switch("FLASH_EXT_LINEINFO", environment.get("FLASH_EXT_LINEINFO", "").strip()),
     )
+
+
+def read_pythons(environment: Mapping[str, str] = os.environ) -> tuple[Python, ...]:
+    """The Pythons of FLASH_EXT_PYTHONS, oldest first; empty where it is not set: then it is the running one alone.
+
+    Raises
+    ------
+    BuildError
+        One is not there, too old, of another kind, or named twice.
+    """
+    pythons: dict[tuple[int, int], Python] = {}
+    for name in filter(None, (part.strip() for part in environment.get("FLASH_EXT_PYTHONS", "").split(","))):
+        python = _find_python(name, environment)
+        if python.version in pythons:
+            raise BuildError(f"FLASH_EXT_PYTHONS names Python {_dotted(python.version)} twice")
+        pythons[python.version] = python
+    return tuple(pythons[version] for version in sorted(pythons))
+
+
+def _find_python(name: str, environment: Mapping[str, str]) -> Python:
+    command = f"python{name}" if re.fullmatch(r"3\.\d+", name) else name
+    executable = shutil.which(command, path=environment.get("PATH"))
+    try:
+        if executable is None:
+            raise OSError("it is not there")
+        result = subprocess.run([executable, "-c", DESCRIBE_PYTHON], capture_output=True, text=True, check=True)
+        found = json.loads(result.stdout)
+    except (OSError, subprocess.CalledProcessError, json.JSONDecodeError) as error:
+        raise BuildError(
+            f"FLASH_EXT_PYTHONS: {command} does not run ({error}); allowed are versions whose interpreter is on PATH "
+            "(3.10,3.11) and interpreters (/usr/bin/python3.12)"
+        ) from None
+    version = (found["version"][0], found["version"][1])
+    if found["name"] != "cpython" or found["free_threaded"] or version < MINIMUM_PYTHON:
+        kind = f"{found['name']} {_dotted(version)}{' without the GIL' if found['free_threaded'] else ''}"
+        raise BuildError(
+            f"FLASH_EXT_PYTHONS: {command} is {kind}; needed is CPython {_dotted(MINIMUM_PYTHON)} or newer"
+        )
+    return Python(found["executable"], version, found["tag"], found["suffix"])
+
+
+def running_python() -> Python:
+    """The Python that runs this."""
+    tag = sys.implementation.cache_tag or sys.implementation.name
+    return Python(sys.executable, sys.version_info[:2], tag, sysconfig.get_config_var("EXT_SUFFIX"))
+
+
+def requires_python(pythons: tuple[Python, ...]) -> str:
+    """``Requires-Python`` of a distribution with modules for these Pythons; for none, that of the sources."""
+    if not pythons:
+        return f">={_dotted(MINIMUM_PYTHON)}"
+    minors = [python.version[1] for python in pythons]
+    missing = [f"!=3.{minor}.*" for minor in range(minors[0], minors[-1]) if minor not in minors]
+    return ",".join([f">=3.{minors[0]}", f"<3.{minors[-1] + 1}", *missing])
 
 
 def _read_paths(value: str) -> tuple[str, ...]:

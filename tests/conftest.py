@@ -11,6 +11,7 @@ import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,6 +29,8 @@ from helpers import paths
 from helpers.allocations import GuardedAllocations
 from helpers.cases import Case
 from helpers.paths import INDEPENDENT, NAMES, Path, emulated_library_dir
+
+import toolchain
 
 __all__ = ["emulated_library_dir"]
 
@@ -51,6 +54,17 @@ for _name, _examples in _EXAMPLES.items():
         ],
     )
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def _put_nvcc_on_path() -> None:
+    """The emulator's tests call nvcc by its name; the build may have found it elsewhere, or taken PyPI's."""
+    if shutil.which("nvcc") is None:
+        nvcc = toolchain.find_nvcc(FilePath(__file__).resolve().parent.parent / "build" / "toolchain" / "cuda")
+        if nvcc is not None:
+            os.environ["PATH"] = os.pathsep.join(filter(None, (os.environ.get("PATH"), str(FilePath(nvcc).parent))))
+
+
+_put_nvcc_on_path()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
+import os
 import re
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -76,6 +79,73 @@ def test_setup_says_in_one_line_what_is_wrong() -> None:
     assert result.returncode != 0
     assert result.stderr.strip().splitlines()[-1].startswith("flash_ext: FLASH_EXT_PATHS='sm81': 'sm81' is unknown")
     assert "Traceback" not in result.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# FLASH_EXT_PYTHONS.
+
+
+def fake_python(folder: Path, minor: int, name: str = "cpython", free_threaded: bool = False) -> str:
+    """An interpreter that only describes itself."""
+    described = {"version": [3, minor], "name": name, "free_threaded": free_threaded}
+    described |= {"executable": f"/real/python3.{minor}", "tag": f"{name}-3{minor}", "suffix": f".{name}-3{minor}.so"}
+    folder.mkdir(exist_ok=True)
+    python = folder / f"python3.{minor}"
+    python.write_text(f"#!/bin/sh\ncat <<'END'\n{json.dumps(described)}\nEND\n")
+    python.chmod(0o755)
+    return str(python)
+
+
+def test_pythons_by_version_and_by_interpreter(tmp_path: Path) -> None:
+    assert toolchain.read_pythons({}) == toolchain.read_pythons({"FLASH_EXT_PYTHONS": " "}) == ()
+    fake_python(tmp_path, 10)
+    other = fake_python(tmp_path / "other", 13)
+    environment = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "FLASH_EXT_PYTHONS": f"{other}, 3.10"}
+    pythons = toolchain.read_pythons(environment)
+    assert pythons == (
+        toolchain.Python("/real/python3.10", (3, 10), "cpython-310", ".cpython-310.so"),
+        toolchain.Python("/real/python3.13", (3, 13), "cpython-313", ".cpython-313.so"),
+    )
+    assert toolchain.requires_python(pythons) == ">=3.10,<3.14,!=3.11.*,!=3.12.*"
+    assert toolchain.requires_python(pythons[:1]) == ">=3.10,<3.11"
+    assert toolchain.requires_python(()) == ">=3.10"
+
+
+def test_the_running_python_describes_itself_like_any_other() -> None:
+    (python,) = toolchain.read_pythons({"PATH": os.environ["PATH"], "FLASH_EXT_PYTHONS": sys.executable})
+    assert python == toolchain.running_python()
+    assert python.suffix == sysconfig.get_config_var("EXT_SUFFIX") and python.version == sys.version_info[:2]
+
+
+@pytest.mark.parametrize(
+    ("name", "minor", "implementation", "free_threaded", "says"),
+    [
+        ("3.9", 9, "cpython", False, "python3.9 is cpython 3.9; needed is CPython 3.10 or newer"),
+        ("3.11", 11, "pypy", False, "python3.11 is pypy 3.11; needed is CPython"),
+        ("3.13", 13, "cpython", True, "python3.13 is cpython 3.13 without the GIL; needed is CPython"),
+        ("3.99", 10, "cpython", False, "python3.99 does not run (it is not there); allowed are versions"),
+        ("3.10,3.10", 10, "cpython", False, "names Python 3.10 twice"),
+    ],
+)
+def test_a_python_that_cannot_be_built_for_is_named(
+    tmp_path: Path, name: str, minor: int, implementation: str, free_threaded: bool, says: str
+) -> None:
+    fake_python(tmp_path, minor, implementation, free_threaded)
+    environment = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "FLASH_EXT_PYTHONS": name}
+    with pytest.raises(toolchain.BuildError, match=rf"^FLASH_EXT_PYTHONS:? .*{re.escape(says)}"):
+        toolchain.read_pythons(environment)
+
+
+def test_an_interpreter_that_fails_is_named(tmp_path: Path) -> None:
+    broken = tmp_path / "python3.12"
+    broken.write_text("#!/bin/sh\nexit 127\n")
+    broken.chmod(0o755)
+    with pytest.raises(toolchain.BuildError, match=rf"^FLASH_EXT_PYTHONS: {broken} does not run \(.*status 127"):
+        toolchain.read_pythons({"PATH": os.environ["PATH"], "FLASH_EXT_PYTHONS": str(broken)})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Compilers.
 
 
 def fake_nvcc(root: Path, version: str) -> str:

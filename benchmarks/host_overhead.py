@@ -54,8 +54,8 @@ def binding_layers(path: str, device: torch.device) -> Layers:
     """The binding alone; also measured with tensors read through attributes."""
     from flash_ext import _C
 
-    q = torch.randn(1, 1, 1, 64, device=device, dtype=torch.bfloat16)
-    lse = torch.zeros(1, 1, 1, device=device)
+    q = torch.randn(1, 64, 1, 64, device=device, dtype=torch.bfloat16)
+    lse = torch.zeros(1, 1, 64, device=device)
     out = torch.empty_like(q)
     nothing = (None,) * 7
     plain: tuple[Any, ...] = (0.125, True, -1, -1, 0.0, 0.0, 0, 0, False)
@@ -74,11 +74,11 @@ def all_layers(path: str, device: torch.device) -> Layers:
     import flash_ext
     from flash_ext import _C, allocate, checks, dispatch
 
-    q = torch.randn(1, 1, 1, 64, device=device, dtype=torch.bfloat16)
+    q = torch.randn(1, 64, 1, 64, device=device, dtype=torch.bfloat16)
     layers: Layers = {_TWO_ALLOCATIONS: lambda: (torch.empty_like(q), torch.empty_like(q))}
     layers["checks.check_forward"] = lambda: checks.check_forward(q, q, q, causal=True)
     layers |= binding_layers(path, device)
-    layers["allocate.outputs"] = lambda: allocate.outputs(q, 64, 1, 1, 1)
+    layers["allocate.outputs"] = lambda: allocate.outputs(q, 64, 1, 1, 64)
     if any(kernel["direction"] == "forward" for kernel in _C.kernels(path)):
         layers["dispatch.plain_forward"] = lambda: dispatch.plain_forward(q, q, q, {"causal": True}, False)
         layers["dispatch.forward"] = lambda: dispatch.forward(q, q, q, causal=True)

@@ -1,11 +1,11 @@
 """Installs a wheel into fresh virtual environments, one Python and one torch at a time, and runs the cpu tests there.
 
     python packaging/fresh_environments.py dist/flash_ext-*.whl
-    python packaging/fresh_environments.py dist/flash_ext-*.whl --environment 3.10=torch==2.4.1 --keep build/environments
+    python packaging/fresh_environments.py dist/flash_ext-*.whl --environment 3.10=torch==2.4.1 --keep build/fresh
 
-Each environment holds the wheel, torch, and what the tests need; no compiler is on PATH while the wheel is installed and
-tried, and nothing of this checkout is importable but the tests and what they read. pip takes its settings (an index, a
-cache) from the user's environment as always: torch's default Linux builds are some gigabytes each.
+Each environment holds the wheel, torch, and what the tests need; no compiler is on PATH while the wheel is installed
+and tried, and nothing of this checkout is importable but the tests and what they read. pip takes its settings (an
+index, a cache) from the user's environment as always: torch's default Linux builds are some gigabytes each.
 """
 
 from __future__ import annotations
@@ -68,7 +68,6 @@ def try_environment(environment: Environment, wheel: Path, folder: Path, tests: 
     python = str(folder / "venv" / "bin" / "python")
     no_compiler = str(folder / "venv" / "bin")
     install = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--only-binary=:all:"]
-    # torch 2.4 calls NumPy 1's interface where there is one; nothing here does.
     run([*install, environment.torch], folder, no_compiler)
     run([*install, str(wheel)], folder, no_compiler)
     run([python, "-m", "flash_ext", "info"], folder, no_compiler)

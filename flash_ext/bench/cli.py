@@ -204,7 +204,7 @@ def _measure_host(arguments: argparse.Namespace, console: Console) -> results.Re
     path = _serving_path(load_rows(), device, dtype)
     recording = _new_recording(arguments, device, path)
     info.print_pairs(info.machine_lines(recording.machine))
-    console.print(f"\nPath {path}: host time of a forward call without gradients, (1, 1, 1, 64).\n", highlight=False)
+    console.print(f"\nPath {path}: host time of a forward call without gradients, (1, 64, 1, 64).\n", highlight=False)
     recording.host, recording.host_unavailable = measure_host(providers, device, dtype, arguments.rounds)
     return recording
 

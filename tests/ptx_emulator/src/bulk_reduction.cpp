@@ -70,8 +70,10 @@ void reduce_half(uint8_t* memory, const uint8_t* data, uint32_t bytes) {
     }
 }
 
+using Apply = decltype(Reduction::apply);
+
 template <class F>
-Reduction arithmetic(const std::string& type) {
+Apply arithmetic(const std::string& type) {
     if (type == "f32") return reduce<float, F>;
     if (type == "f64") return reduce<double, F>;
     if (type == "f16") return reduce_half<false, F>;
@@ -84,7 +86,7 @@ Reduction arithmetic(const std::string& type) {
 }
 
 template <class F>
-Reduction bitwise(const std::string& type) {
+Apply bitwise(const std::string& type) {
     const bool wide = type.size() == 3 && type.compare(1, 2, "64") == 0;
     return wide ? reduce<uint64_t, F> : reduce<uint32_t, F>;
 }
@@ -92,20 +94,20 @@ Reduction bitwise(const std::string& type) {
 }  // namespace
 
 Reduction reduction_of(const char* operation, const char* type) {
-    const std::string name = operation;
-    if (name == "add") return arithmetic<Add>(type);
-    if (name == "min") return arithmetic<Min>(type);
-    if (name == "max") return arithmetic<Max>(type);
-    if (name == "and") return bitwise<And>(type);
-    if (name == "or") return bitwise<Or>(type);
-    if (name == "xor") return bitwise<Xor>(type);
-    return nullptr;
+    const std::string name = operation, of = type;
+    if (name == "add") return {arithmetic<Add>(of), of[0] == 'f' || of[0] == 'b'};
+    if (name == "min") return {arithmetic<Min>(of)};
+    if (name == "max") return {arithmetic<Max>(of)};
+    if (name == "and") return {bitwise<And>(of)};
+    if (name == "or") return {bitwise<Or>(of)};
+    if (name == "xor") return {bitwise<Xor>(of)};
+    return {};
 }
 
 Reduction tensor_reduction_of(const char* operation, uint32_t data_type) {
     // In the order of CUtensorMapDataType.
     static const char* const types[] = {"u8", "u16", "u32", "s32", "u64", "s64", "f16", "f32", "f64", "bf16"};
-    return data_type < 10 ? reduction_of(operation, types[data_type]) : nullptr;
+    return data_type < 10 ? reduction_of(operation, types[data_type]) : Reduction{};
 }
 
 }  // namespace ptx_emulator

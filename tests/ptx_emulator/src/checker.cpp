@@ -113,9 +113,10 @@ void Checker::fence(Warp& warp) {
 
 void Checker::ordered_access(Warp& warp, uint64_t location, MemoryOrder order, bool reads, bool writes) {
     if (!enabled_) return;
-    SyncClock& sync = locations_[location];
     const bool acquires = order == MemoryOrder::kAcquire || order == MemoryOrder::kAcquireRelease;
     const bool releases = order == MemoryOrder::kRelease || order == MemoryOrder::kAcquireRelease;
+    if (!releases && !warp.clock.has_fence_release && !locations_.count(location)) return;  // nothing to hand over
+    SyncClock& sync = locations_[location];
     if (reads) {
         if (acquires) {
             acquire(warp, sync);
@@ -170,10 +171,10 @@ bool Checker::ordered(const Actor& actor, const AccessRecord& earlier, const cha
     return true;
 }
 
-void Checker::access(Granule& granule, Actor& actor, uint16_t bytes, const char* space, uint64_t address, Cta* owner) {
-    std::vector<AccessRecord>& records = granule.records();
-    AccessRecord& record = actor.record;
-    record.bytes = bytes;
+void Checker::access(Granule& granule, const Actor& actor, uint16_t bytes, const char* space, uint64_t address,
+                     Cta* owner) {
+    Granule& records = granule;
+    const AccessRecord& record = actor.record;
     bool merged = false;
     const bool order_matters = record.kind == AccessKind::kFloatAdd && machine_.options.deterministic;
     if (owner && !writes(record.kind)) {
@@ -214,13 +215,15 @@ void Checker::access(Granule& granule, Actor& actor, uint16_t bytes, const char*
             earlier.bytes &= static_cast<uint16_t>(~bytes);
         }
         if (earlier.bytes == 0) {
-            records[i] = records.back();
-            records.pop_back();
+            records.remove(i);
         } else {
             ++i;
         }
     }
-    if (!merged) records.push_back(record);
+    if (merged) return;
+    AccessRecord added = record;
+    added.bytes = bytes;
+    records.push(added, owner ? owner->records : own_->records);
 }
 
 static uint16_t byte_mask(uint32_t first, uint32_t count) {
@@ -285,7 +288,7 @@ AsyncAgent Checker::agent(Warp& issuer, Component stream, uint32_t epoch, bool a
 }
 
 static AccessRecord record_of(const AsyncAgent& agent, uint32_t lane, AccessKind kind) {
-    AccessRecord record;
+    AccessRecord record{};
     record.cluster = agent.issuer->cta.cluster.index;
     record.epoch = agent.epoch;
     record.pc = agent.pc;
@@ -340,7 +343,7 @@ void Checker::check_primaries(const Actor& actor, uint16_t bytes, uint64_t addre
     for (const auto& grid : primaries_) {
         const Granule* granule = grid->pages.find(address);
         if (!granule) continue;
-        for (const AccessRecord& earlier : granule->records()) {
+        for (const AccessRecord& earlier : *granule) {
             if (!(earlier.bytes & bytes)) continue;
             if (!writes(earlier.kind) && !writes(actor.record.kind)) continue;
             if (is_strong(earlier.kind) && is_strong(actor.record.kind)) continue;

@@ -47,6 +47,7 @@ struct AsyncAgent {
 // The global memory that a finished grid has touched.
 struct GridAccesses {
     ShadowPages pages;
+    RecordArena records;
     const Program* program = nullptr;
 };
 
@@ -112,7 +113,7 @@ class Checker {
         const Warp* warp;
         bool through_async_proxy;
     };
-    void access(Granule& granule, Actor& actor, uint16_t bytes, const char* space, uint64_t address, Cta* owner);
+    void access(Granule& granule, const Actor& actor, uint16_t bytes, const char* space, uint64_t address, Cta* owner);
     bool ordered(const Actor& actor, const AccessRecord& earlier, const char** missing) const;
     void race(const Actor& actor, const AccessRecord& earlier, const char* space, uint64_t address, const char* missing,
               Cta* owner);

@@ -14,10 +14,14 @@ static uint32_t align_up(uint32_t value, uint32_t alignment) {
 }
 
 RegisterFileBuilder::RegisterFileBuilder(Program& program, const ModuleSyntax& module, const KernelSyntax& kernel,
-                                         const ModuleGlobals& globals)
+                                         const ModuleGlobals& globals, const std::vector<uint32_t>& slots)
     : program_(program), globals_(globals) {
-    for (const RegisterDeclaration& declared : kernel.registers) {
-        offsets_.push_back(allocate(declared.bytes ? kWarpSize * declared.bytes : sizeof(LaneMask)));
+    std::map<uint32_t, uint32_t> offset_of_slot;
+    for (size_t r = 0; r < kernel.registers.size(); ++r) {
+        const uint32_t bytes = kernel.registers[r].bytes;
+        const auto [it, fresh] = offset_of_slot.try_emplace(slots.empty() ? static_cast<uint32_t>(r) : slots[r], 0);
+        if (fresh) it->second = allocate(bytes ? kWarpSize * bytes : sizeof(LaneMask));
+        offsets_.push_back(it->second);
     }
     for (const ParameterSyntax& parameter : kernel.parameters) parameters_[parameter.name] = parameter.offset;
     auto place = [&](const VariableSyntax& variable) {

@@ -17,8 +17,9 @@ namespace ptx_emulator {
 // The register allocation of one program, shared by the decoding of all its instructions.
 class RegisterFileBuilder {
   public:
+    // slots: where each register goes (register_sharing.h); empty: each has a slot.
     RegisterFileBuilder(Program& program, const ModuleSyntax& module, const KernelSyntax& kernel,
-                        const ModuleGlobals& globals);
+                        const ModuleGlobals& globals, const std::vector<uint32_t>& slots);
 
     uint32_t of_register(int index) const { return offsets_[index]; }
     uint32_t immediate(uint64_t bits, uint32_t bytes);

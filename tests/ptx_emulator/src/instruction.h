@@ -61,6 +61,7 @@ enum InstructionRole : uint32_t {
     kRoleStoresResult = 1u << 2,     // its removal must leave a predicate true (try_wait)
     kRoleCopiesRegisters = 1u << 3,  // mov: the front end's renaming, no computation
     kRoleWarpgroupMultiply = 1u << 4,
+    kRoleWarpgroupWaitAll = 1u << 5,  // no wgmma is under way after it
 };
 
 struct InstructionInfo {

@@ -112,6 +112,11 @@ void Machine::retire() {
     fill();
 }
 
+std::string Machine::schedule_text() const {
+    return format("\n  schedule %s, seed %llu", name_of(options.schedule),
+                  static_cast<unsigned long long>(options.seed));
+}
+
 void Machine::run() {
     try {
         fill();
@@ -130,12 +135,14 @@ void Machine::run() {
         } else {
             text += "\n  in kernel " + program.name;
         }
+        text += schedule_text();
         for (const std::string& finding : checker.reports()) text += "\n" + finding;
         throw EmulationError(error.fault(), text);
     }
     if (checker.reports().empty()) return;
     std::string text = format("the happens-before checker found %zu hazards in kernel %s", checker.reports().size(),
                               program.name.c_str());
+    text += schedule_text();
     for (const std::string& finding : checker.reports()) text += "\n" + finding;
     throw EmulationError(Fault::kHazard, text);
 }

@@ -10,6 +10,7 @@
 #include "checker.h"
 #include "cluster.h"
 #include "device_model.h"
+#include "global_journal.h"
 #include "options.h"
 #include "program.h"
 #include "random.h"
@@ -37,6 +38,10 @@ class Machine {
 
     // State changed in a way another warp could notice: blocked warps are looked at again.
     void progressed() { ++progress; }
+    // To be called before each write to global memory.
+    void before_global_write(const void* data, uint32_t bytes, bool rounded_sum = false) {
+        if (journal) journal->before_write(reinterpret_cast<uint64_t>(data), bytes, rounded_sum);
+    }
     const uint8_t* parameters() const { return parameters_; }
     // Offset of extern .shared in a CTA's shared memory, and its whole size.
     uint32_t dynamic_shared_offset() const { return dynamic_offset_; }
@@ -51,16 +56,18 @@ class Machine {
     AsyncEngine async;
     Checker checker;
     std::vector<std::unique_ptr<Cluster>> clusters;  // resident
+    std::unique_ptr<GlobalJournal> journal;  // of what is written to global memory, if the launch will be undone
     uint64_t progress = 0;
     const Warp* current_warp = nullptr;  // the one whose instruction runs; nullptr: an asynchronous operation
     LaunchStatistics statistics;
 
   private:
     void validate() const;
-    void fill();             // starts clusters while there is room
-    void retire();           // removes clusters that have ended
-    void run_in_turn();      // eager, lazy, random
-    void run_by_priority();  // PCT
+    std::string schedule_text() const;  // for reports
+    void fill();                        // starts clusters while there is room
+    void retire();                      // removes clusters that have ended
+    void run_in_turn();                 // eager, lazy, random
+    void run_by_priority();             // PCT
     // Runs one warp for a while; true: it made progress or used up its budget.
     bool run_warp(Warp& warp, uint32_t budget);
     void check_stall();

@@ -140,6 +140,7 @@ Step atomic(Warp& warp, const Instruction& i, LaneMask mask) {
                 checker.global_access(warp, lane, location, data.bytes * count, kind);
             }
         }
+        if (!to.owner) warp.machine.before_global_write(to.data, data.bytes * count, rounds);
         for (uint32_t k = 0; k < count; ++k) {
             uint64_t old = 0, operand = 0, replacement = 0;
             std::memcpy(&old, to.data + k * data.bytes, data.bytes);

@@ -95,7 +95,9 @@ void store_pieces(Warp& warp, uint32_t lane, Cta& from, std::vector<BulkPiece> p
     BulkGroups& groups = warp.bulk.of_lane(warp, lane);
     const AsyncAgent reader = checker.agent(warp, groups.reads, groups.next_group(), true);
     const AsyncAgent writer = checker.agent(warp, groups.writes, groups.next_group(), true);
-    const AccessKind kind = reduction ? AccessKind::kAtomic : AccessKind::kWrite;
+    const AccessKind kind = reduction.rounds ? AccessKind::kFloatAdd
+                            : reduction      ? AccessKind::kAtomic
+                                             : AccessKind::kWrite;
     for (const BulkPiece& piece : pieces) {
         checker.shared_access(reader, lane, from, piece.offset, piece.bytes, AccessKind::kRead);
         checker.global_access(writer, lane, piece.address, piece.bytes, kind);
@@ -107,8 +109,9 @@ void store_pieces(Warp& warp, uint32_t lane, Cta& from, std::vector<BulkPiece> p
             for (const BulkPiece& piece : pieces) {
                 auto* to = reinterpret_cast<uint8_t*>(piece.address);
                 const uint8_t* data = source->shared.async(piece.offset);
+                source->machine.before_global_write(to, piece.bytes, reduction.rounds);
                 if (reduction) {
-                    reduction(to, data, piece.bytes);
+                    reduction.apply(to, data, piece.bytes);
                 } else {
                     std::memcpy(to, data, piece.bytes);
                 }
@@ -124,7 +127,7 @@ struct BulkData : InstructionData {
     AddressOperand to, from, barrier;
     uint32_t bytes = 0;           // register
     uint32_t ctas = kNoRegister;  // multicast mask
-    Reduction reduction = nullptr;
+    Reduction reduction;
 };
 
 uint32_t bulk_bytes(const Warp& warp, const BulkData& data, uint32_t lane) {

@@ -96,9 +96,51 @@ void decode_stmatrix(DecodeContext& c) {
     decode_matrix_move(c, false);
 }
 
+// Vectors as GCC and Clang have them on any processor.
+using Float4 = float __attribute__((vector_size(16)));
+using Float8 = float __attribute__((vector_size(32)));
+using Word8 = uint32_t __attribute__((vector_size(32)));
+using Half8 = uint16_t __attribute__((vector_size(16)));
+
+// 8 elements of 16 bits that lie in 4 registers side by side.
 template <bool kBf16>
-float widen(uint16_t bits) {
-    return kBf16 ? bf16_to_float(bits) : f16_to_float(bits);
+Float8 widen(const uint32_t* registers) {
+    Half8 bits;
+    std::memcpy(&bits, registers, sizeof bits);
+    Float8 values;
+    if (kBf16) {
+        const Word8 words = __builtin_convertvector(bits, Word8) << 16;
+        std::memcpy(&values, &words, sizeof values);
+    } else {
+#ifdef __F16C__
+        __m128i packed;
+        std::memcpy(&packed, &bits, sizeof packed);
+        const __m256 wide = _mm256_cvtph_ps(packed);
+        std::memcpy(&values, &wide, sizeof values);
+#else
+        for (int e = 0; e < 8; ++e) values[e] = f16_to_float(bits[e]);
+#endif
+    }
+    return values;
+}
+
+// rows[i][j] becomes rows[j][i].
+void transpose(Float8* rows) {
+    Float8 pairs[8], quads[8];
+    for (int i = 0; i < 8; i += 2) {
+        pairs[i] = __builtin_shufflevector(rows[i], rows[i + 1], 0, 8, 2, 10, 4, 12, 6, 14);
+        pairs[i + 1] = __builtin_shufflevector(rows[i], rows[i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
+    }
+    for (int i = 0; i < 8; i += 4) {
+        for (int j = 0; j < 2; ++j) {
+            quads[i + j] = __builtin_shufflevector(pairs[i + j], pairs[i + j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
+            quads[i + j + 2] = __builtin_shufflevector(pairs[i + j], pairs[i + j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+        }
+    }
+    for (int j = 0; j < 4; ++j) {
+        rows[j] = __builtin_shufflevector(quads[j], quads[j + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+        rows[j + 4] = __builtin_shufflevector(quads[j], quads[j + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+    }
 }
 
 // D (16 x 8) = A (16 x K, row) B (K x 8, column) + C, K = 8 or 16, fp32 accumulators.
@@ -106,37 +148,38 @@ float widen(uint16_t bits) {
 template <bool kBf16, int kDepth>
 Step multiply(Warp& warp, const Instruction& i, LaneMask mask) {
     if (!whole_warp(warp, mask)) return Step::kBlock;
-    alignas(64) float a[16][kDepth], b[kDepth][8], d[16][8];
+    // Lanes 4g to 4g + 3 hold row g of A, and row g + 8; 8 elements of K per register. Of B they hold column g.
+    alignas(64) float a[16][kDepth];
     for (int r = 0; r < kDepth / 4; ++r) {
         const auto* registers = warp.lanes<uint32_t>(i.list[1][r]);
-        for (int lane = 0; lane < 32; ++lane) {
-            const int row = lane / 4 + (r & 1) * 8, k = lane % 4 * 2 + (r >> 1) * 8;
-            a[row][k] = widen<kBf16>(static_cast<uint16_t>(registers[lane]));
-            a[row][k + 1] = widen<kBf16>(static_cast<uint16_t>(registers[lane] >> 16));
+        for (int g = 0; g < 8; ++g) {
+            const Float8 values = widen<kBf16>(registers + 4 * g);
+            std::memcpy(&a[g + (r & 1) * 8][(r >> 1) * 8], &values, sizeof values);
         }
     }
+    Float8 b[kDepth];  // row k: the 8 columns
     for (int r = 0; r < kDepth / 8; ++r) {
         const auto* registers = warp.lanes<uint32_t>(i.list[2][r]);
-        for (int lane = 0; lane < 32; ++lane) {
-            const int k = lane % 4 * 2 + r * 8;
-            b[k][lane / 4] = widen<kBf16>(static_cast<uint16_t>(registers[lane]));
-            b[k + 1][lane / 4] = widen<kBf16>(static_cast<uint16_t>(registers[lane] >> 16));
+        for (int g = 0; g < 8; ++g) b[8 * r + g] = widen<kBf16>(registers + 4 * g);
+        transpose(b + 8 * r);
+    }
+    // Registers 2h and 2h + 1 of those lanes hold the even and the odd columns of row g + 8h of C and D.
+    for (int h = 0; h < 2; ++h) {
+        const float *even_c = warp.lanes<float>(i.list[3][2 * h]), *odd_c = warp.lanes<float>(i.list[3][2 * h + 1]);
+        alignas(64) float even[32], odd[32];
+        for (int g = 0; g < 8; ++g) {
+            Float8 sum = {};
+            for (int k = 0; k < kDepth; ++k) sum += a[g + 8 * h][k] * b[k];
+            Float4 c0, c1;
+            std::memcpy(&c0, even_c + 4 * g, sizeof c0);
+            std::memcpy(&c1, odd_c + 4 * g, sizeof c1);
+            const Float4 d0 = c0 + __builtin_shufflevector(sum, sum, 0, 2, 4, 6);
+            const Float4 d1 = c1 + __builtin_shufflevector(sum, sum, 1, 3, 5, 7);
+            std::memcpy(even + 4 * g, &d0, sizeof d0);
+            std::memcpy(odd + 4 * g, &d1, sizeof d1);
         }
-    }
-    for (int r = 0; r < 4; ++r) {
-        const auto* registers = warp.lanes<float>(i.list[3][r]);
-        for (int lane = 0; lane < 32; ++lane) d[lane / 4 + (r >> 1) * 8][lane % 4 * 2 + (r & 1)] = registers[lane];
-    }
-    for (int row = 0; row < 16; ++row) {
-        alignas(32) float sum[8] = {};
-        for (int k = 0; k < kDepth; ++k) {
-            for (int column = 0; column < 8; ++column) sum[column] += a[row][k] * b[k][column];
-        }
-        for (int column = 0; column < 8; ++column) d[row][column] += sum[column];
-    }
-    for (int r = 0; r < 4; ++r) {
-        auto* registers = warp.lanes<float>(i.list[0][r]);
-        for (int lane = 0; lane < 32; ++lane) registers[lane] = d[lane / 4 + (r >> 1) * 8][lane % 4 * 2 + (r & 1)];
+        std::memcpy(warp.lanes<float>(i.list[0][2 * h]), even, sizeof even);
+        std::memcpy(warp.lanes<float>(i.list[0][2 * h + 1]), odd, sizeof odd);
     }
     return Step::kNext;
 }

@@ -74,6 +74,7 @@ Step store(Warp& warp, const Instruction& i, LaneMask mask) {
         note(warp, lane, to, sizeof(T) * V, AccessKind::kWrite, data.order);
         T values[V];
         for (int v = 0; v < V; ++v) values[v] = registers[v][lane];
+        if (to.space == Space::kGlobal) warp.machine.before_global_write(to.data, sizeof values);
         std::memcpy(to.data, values, sizeof values);
         if (to.owner) {
             to.owner->shared.written_by_generic(to.offset, sizeof(T) * V);
@@ -113,6 +114,7 @@ Step store_narrow(Warp& warp, const Instruction& i, LaneMask mask) {
         const MemoryReference to =
             resolve(warp, i.space, lane_address(warp, i, i.a, lane), lane, bytes * count, bytes * count);
         note(warp, lane, to, bytes * count, AccessKind::kWrite, data.order);
+        if (to.space == Space::kGlobal) warp.machine.before_global_write(to.data, bytes * count);
         for (uint32_t v = 0; v < count; ++v) {
             std::memcpy(to.data + v * bytes, warp.lanes<uint8_t>(i.list[0][v]) + lane * data.register_bytes, bytes);
         }

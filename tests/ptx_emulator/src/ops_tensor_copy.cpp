@@ -107,7 +107,7 @@ Step tensor_store(Warp& warp, const Instruction& i, LaneMask mask) {
         const TensorMap& map = tensor_map(warp, data, lane);
         const MemoryReference from = resolve_shared(warp, data.shared.shared_at(warp, lane), box_bytes(map), 128);
         if (from.owner != &warp.cta) raise(Fault::kIllegalAddress, "the source of a tensor store is in another CTA");
-        Reduction reduction = nullptr;
+        Reduction reduction;
         if (!data.reduction.empty()) {
             reduction = tensor_reduction_of(data.reduction.c_str(), map.data_type);
             if (!reduction) {

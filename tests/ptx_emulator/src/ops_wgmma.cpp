@@ -328,8 +328,8 @@ std::string describe_wait_group(const Warp& warp, const Instruction&) {
 
 void decode_wait(DecodeContext& c) {
     c.allow(1, "wait_group sync aligned");
-    c.set_role(kRoleSynchronization);
     c.out.x = static_cast<uint32_t>(c.immediate(0));
+    c.set_role(kRoleSynchronization | (c.out.x == 0 ? kRoleWarpgroupWaitAll : 0u));
     c.info.describe_wait = describe_wait_group;
     c.out.handler = wait_group;
 }

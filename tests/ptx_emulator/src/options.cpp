@@ -1,5 +1,6 @@
 #include "options.h"
 
+#include <algorithm>
 #include <cstdlib>
 
 #include "errors.h"
@@ -20,23 +21,34 @@ static int64_t number(const char* name, int64_t fallback) {
     return value;
 }
 
+const char* name_of(Schedule schedule) {
+    static const char* const names[] = {"eager", "lazy", "random", "pct"};
+    return names[static_cast<int>(schedule)];
+}
+
+// "pct", or several with commas between them.
+static std::vector<Schedule> read_schedules(const std::string& text) {
+    std::vector<Schedule> found;
+    for (size_t begin = 0; begin <= text.size();) {
+        const size_t end = std::min(text.find(',', begin), text.size());
+        const std::string name = text.substr(begin, end - begin);
+        const size_t before = found.size();
+        for (const Schedule schedule : {Schedule::kEager, Schedule::kLazy, Schedule::kRandom, Schedule::kPct}) {
+            if (name == name_of(schedule)) found.push_back(schedule);
+        }
+        if (found.size() == before) {
+            raise(Fault::kInvalidConfiguration, "FLASH_EXT_EMULATOR_SCHEDULE=%s: eager, lazy, random and pct exist",
+                  text.c_str());
+        }
+        begin = end + 1;
+    }
+    return found;
+}
+
 Options Options::from_environment() {
     Options options;
-    if (const char* text = variable("FLASH_EXT_EMULATOR_SCHEDULE")) {
-        const std::string name = text;
-        if (name == "eager") {
-            options.schedule = Schedule::kEager;
-        } else if (name == "lazy") {
-            options.schedule = Schedule::kLazy;
-        } else if (name == "random") {
-            options.schedule = Schedule::kRandom;
-        } else if (name == "pct") {
-            options.schedule = Schedule::kPct;
-        } else {
-            raise(Fault::kInvalidConfiguration, "FLASH_EXT_EMULATOR_SCHEDULE=%s: eager, lazy, random and pct exist",
-                  text);
-        }
-    }
+    if (const char* text = variable("FLASH_EXT_EMULATOR_SCHEDULE")) options.schedules = read_schedules(text);
+    options.schedule = options.schedules.front();
     options.seed = static_cast<uint64_t>(number("FLASH_EXT_EMULATOR_SEED", 0));
     options.check = number("FLASH_EXT_EMULATOR_CHECK", 1) != 0;
     options.deterministic = number("FLASH_EXT_EMULATOR_DETERMINISTIC", 0) != 0;

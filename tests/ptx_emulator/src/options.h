@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace ptx_emulator {
 
@@ -14,15 +15,19 @@ enum class Schedule {
     kPct,     // random priorities with random change points (Burckhardt et al., ASPLOS 2010)
 };
 
+const char* name_of(Schedule schedule);
+
 struct Options {
-    Schedule schedule = Schedule::kLazy;  // FLASH_EXT_EMULATOR_SCHEDULE
-    uint64_t seed = 0;                    // FLASH_EXT_EMULATOR_SEED
-    bool check = true;                    // FLASH_EXT_EMULATOR_CHECK: the happens-before checker
-    bool deterministic = false;           // FLASH_EXT_EMULATOR_DETERMINISTIC: sums of floats must have a fixed order
-    int64_t remove = -1;                  // FLASH_EXT_EMULATOR_REMOVE: index of the synchronisation instruction to drop
-    std::string remove_kernel;            // FLASH_EXT_EMULATOR_REMOVE_KERNEL: its kernel; empty: any
-    uint64_t stall_limit = 20'000'000;    // FLASH_EXT_EMULATOR_STALL_LIMIT: warp instructions without progress
-    bool trace = false;                   // FLASH_EXT_EMULATOR_TRACE: one line per launch on stderr
+    Schedule schedule = Schedule::kLazy;  // of the run
+    // FLASH_EXT_EMULATOR_SCHEDULE: a launch is run under each of them and must give the same results.
+    std::vector<Schedule> schedules = {Schedule::kLazy};
+    uint64_t seed = 0;                  // FLASH_EXT_EMULATOR_SEED
+    bool check = true;                  // FLASH_EXT_EMULATOR_CHECK: the happens-before checker
+    bool deterministic = false;         // FLASH_EXT_EMULATOR_DETERMINISTIC: sums of floats must have a fixed order
+    int64_t remove = -1;                // FLASH_EXT_EMULATOR_REMOVE: index of the synchronisation instruction to drop
+    std::string remove_kernel;          // FLASH_EXT_EMULATOR_REMOVE_KERNEL: its kernel; empty: any
+    uint64_t stall_limit = 20'000'000;  // FLASH_EXT_EMULATOR_STALL_LIMIT: warp instructions without progress
+    bool trace = false;                 // FLASH_EXT_EMULATOR_TRACE: one line per launch on stderr
 
     // Read anew at every launch. Throws EmulationError(kInvalidConfiguration) on a value that means nothing.
     static Options from_environment();

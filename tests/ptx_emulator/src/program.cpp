@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <unordered_map>
 
 #include "decoder.h"
 #include "errors.h"
@@ -40,10 +41,20 @@ Program::Program(const ModuleSyntax& module, const KernelSyntax& kernel, const M
     std::copy(kernel.required_cluster, kernel.required_cluster + 3, required_cluster);
     std::copy(kernel.max_threads, kernel.max_threads + 3, max_threads);
     std::copy(kernel.required_threads, kernel.required_threads + 3, required_threads);
-    RegisterFileBuilder registers(*this, module, kernel, globals);
-    code.resize(kernel.instructions.size());
-    info.resize(kernel.instructions.size());
     executed.assign(kernel.instructions.size(), 0);
+    decode(module, kernel, globals, {});
+    decode(module, kernel, globals, share_registers(kernel, register_uses(kernel)));
+}
+
+void Program::decode(const ModuleSyntax& module, const KernelSyntax& kernel, const ModuleGlobals& globals,
+                     const std::vector<uint32_t>& slots) {
+    register_bytes = static_shared = local_bytes = 0;
+    specials.clear();
+    symbols.clear();
+    lists_.clear();
+    RegisterFileBuilder registers(*this, module, kernel, globals, slots);
+    code.assign(kernel.instructions.size(), {});
+    info.assign(kernel.instructions.size(), {});
     for (size_t i = 0; i < kernel.instructions.size(); ++i) {
         const SyntaxInstruction& syntax = kernel.instructions[i];
         info[i].opcode = syntax.opcode;
@@ -64,6 +75,33 @@ Program::Program(const ModuleSyntax& module, const KernelSyntax& kernel, const M
         uses_async_proxy |= (info[i].roles & kRoleAsyncProxy) != 0;
     }
     registers.finish();
+    register_offsets_.clear();
+    for (size_t r = 0; r < kernel.registers.size(); ++r) {
+        register_offsets_.push_back(registers.of_register(static_cast<int>(r)));
+    }
+}
+
+std::vector<RegisterUse> Program::register_uses(const KernelSyntax& kernel) const {
+    std::unordered_map<uint32_t, uint32_t> register_at;
+    for (uint32_t r = 0; r < register_offsets_.size(); ++r) register_at[register_offsets_[r]] = r;
+    std::vector<RegisterUse> uses(code.size());
+    for (size_t i = 0; i < code.size(); ++i) {
+        RegisterUse& use = uses[i];
+        auto note = [&](uint32_t offset, std::vector<uint32_t>& where) {
+            const auto it = register_at.find(offset);  // constants are no registers
+            if (it != register_at.end()) where.push_back(it->second);
+        };
+        for (uint32_t offset : info[i].reads) note(offset, use.reads);
+        for (uint32_t offset : info[i].writes) note(offset, use.writes);
+        use.partial = kernel.instructions[i].guard >= 0;
+        use.waits_for_flight = !use.partial && (info[i].roles & kRoleWarpgroupWaitAll) != 0;
+        if (info[i].roles & kRoleWarpgroupMultiply) {
+            // Accumulators, which the lists of the in-flight check leave out.
+            for (uint32_t r = 0; r < code[i].list_size[0]; ++r) note(code[i].list[0][r], use.reads);
+            use.in_flight = true;
+        }
+    }
+    return uses;
 }
 
 std::string Program::where(uint32_t pc) const {

@@ -9,6 +9,7 @@
 
 #include "ast.h"
 #include "instruction.h"
+#include "register_sharing.h"
 
 namespace ptx_emulator {
 
@@ -75,7 +76,13 @@ class Program {
     const uint32_t* keep(std::vector<uint32_t> list);
 
   private:
+    void decode(const ModuleSyntax& module, const KernelSyntax& kernel, const ModuleGlobals& globals,
+                const std::vector<uint32_t>& slots);
+    // By register number, from the offsets of a decoding that gave each register a slot of its own.
+    std::vector<RegisterUse> register_uses(const KernelSyntax& kernel) const;
+
     std::deque<std::vector<uint32_t>> lists_;
+    std::vector<uint32_t> register_offsets_;
 };
 
 }  // namespace ptx_emulator

@@ -154,20 +154,41 @@ void launch(const void* host_function, Dim3 grid, Dim3 block, Dim3 cluster, size
         const ParameterSyntax& parameter = program.parameters[i];
         std::memcpy(&config.parameters[parameter.offset], arguments[i], parameter.bytes);
     }
-    Machine machine(program, config, device, options);
     // A programmatic launch may overlap its predecessor, and whatever that one was allowed to overlap.
     if (!programmatic) earlier_grids.clear();
-    machine.checker.set_primaries(earlier_grids);
     note_launch(name, nullptr);
-    run_guarded(machine);
-    note_launch(name, &machine.statistics);
-    if (earlier_grids.size() == kMaxEarlierGrids) earlier_grids.erase(earlier_grids.begin());
-    earlier_grids.push_back(machine.checker.take_accesses());
-    if (options.trace) {
-        std::fprintf(stderr, "PTX emulator: %s: %u CTAs, %u resident, %llu warp instructions\n", name,
-                     machine.statistics.ctas, machine.statistics.resident_ctas,
-                     static_cast<unsigned long long>(machine.statistics.warp_instructions));
+    std::unique_ptr<GlobalJournal> first;
+    std::shared_ptr<const GridAccesses> accesses;
+    for (size_t run = 0; run < options.schedules.size(); ++run) {
+        Options here = options;
+        here.schedule = options.schedules[run];
+        Machine machine(program, config, device, here);
+        const bool several = options.schedules.size() > 1;
+        if (several) machine.journal = std::make_unique<GlobalJournal>();
+        machine.checker.set_primaries(earlier_grids);
+        run_guarded(machine);
+        note_launch(name, &machine.statistics);
+        accesses = machine.checker.take_accesses();
+        if (options.trace) {
+            std::fprintf(stderr, "PTX emulator: %s: %s, %u CTAs, %u resident, %llu warp instructions\n", name,
+                         name_of(here.schedule), machine.statistics.ctas, machine.statistics.resident_ctas,
+                         static_cast<unsigned long long>(machine.statistics.warp_instructions));
+        }
+        if (!several) continue;
+        machine.journal->undo();
+        if (!first) {
+            first = std::move(machine.journal);
+            continue;
+        }
+        const std::string difference = first->difference(*machine.journal);
+        if (!difference.empty()) {
+            raise(Fault::kHazard, "hazard: the results of kernel %s depend on the schedule, %s or %s\n  %s", name,
+                  name_of(options.schedule), name_of(here.schedule), difference.c_str());
+        }
+        if (run + 1 == options.schedules.size()) machine.journal->redo();
     }
+    if (earlier_grids.size() == kMaxEarlierGrids) earlier_grids.erase(earlier_grids.begin());
+    earlier_grids.push_back(std::move(accesses));
 }
 
 }  // namespace ptx_emulator

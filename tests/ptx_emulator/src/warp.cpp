@@ -11,8 +11,8 @@ namespace ptx_emulator {
 
 Warp::Warp(Machine& m, Cta& c, uint32_t i, LaneMask lanes) : machine(m), cta(c), program(m.program), index(i) {
     groups.push_back({lanes, 0, false});
-    register_storage_.resize(program.register_bytes + 64);
-    registers_ = register_storage_.data();
+    register_storage_.reset(new uint8_t[program.register_bytes + 64]);  // initialize_registers fills it
+    registers_ = register_storage_.get();
     registers_ += (64 - reinterpret_cast<uintptr_t>(registers_) % 64) % 64;
     local_storage_.assign(size_t{program.local_bytes} * kWarpSize, 0xff);
     initialize_registers();

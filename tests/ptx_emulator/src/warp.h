@@ -113,7 +113,8 @@ class Warp {
     int pick_group();
     void note_writes(uint32_t pc);
 
-    std::vector<uint8_t> register_storage_, local_storage_;
+    std::unique_ptr<uint8_t[]> register_storage_;
+    std::vector<uint8_t> local_storage_;
     uint8_t* registers_ = nullptr;
     std::vector<LaneGroup> added_;
     std::vector<uint32_t> write_ages_;  // per 8 bytes of the register file: fences_ when it was written

@@ -8,6 +8,7 @@
 namespace ptx_emulator {
 
 constexpr size_t kMaxReports = 10;
+constexpr uint32_t kEpochMask = (1u << 28) - 1;  // more releases than that no warp lives to make
 
 Component Checker::new_component(Cluster& cluster, std::string name) {
     cluster.component_names.push_back(std::move(name));
@@ -163,7 +164,7 @@ bool Checker::ordered(const Actor& actor, const AccessRecord& earlier, const cha
             return false;
         }
     }
-    if (actor.through_async_proxy && !earlier.async_proxy && writes(earlier.kind) &&
+    if (actor.through_async_proxy && !earlier.async_proxy && writes(earlier.kind()) &&
         knowledge.published.get(earlier.component) < earlier.epoch) {
         *missing = "no fence.proxy.async makes the generic write visible to the async proxy";
         return false;
@@ -173,25 +174,68 @@ bool Checker::ordered(const Actor& actor, const AccessRecord& earlier, const cha
 
 void Checker::access(Granule& granule, const Actor& actor, uint16_t bytes, const char* space, uint64_t address,
                      Cta* owner) {
-    Granule& records = granule;
-    const AccessRecord& record = actor.record;
-    bool merged = false;
-    const bool order_matters = record.kind == AccessKind::kFloatAdd && machine_.options.deterministic;
-    if (owner && !writes(record.kind)) {
-        uint16_t written = 0;
-        for (const AccessRecord& earlier : records) written |= writes(earlier.kind) ? earlier.bytes : 0;
-        if (bytes & ~written) unwritten(actor, space, address, *owner);
+    if (writes(actor.record.kind())) {
+        write_access(granule, actor, bytes, space, address, owner);
+    } else {
+        read_access(granule, actor, bytes, space, address, owner);
     }
-    for (size_t i = 0; i < records.size();) {
-        AccessRecord& earlier = records[i];
+}
+
+void Checker::read_access(Granule& granule, const Actor& actor, uint16_t bytes, const char* space, uint64_t address,
+                          Cta* owner) {
+    const AccessRecord& record = actor.record;
+    uint16_t written = 0;
+    for (uint32_t i = 0; i < granule.size(); ++i) {
+        AccessRecord& earlier = granule[i];
+        if (writes(earlier.kind())) {
+            written |= earlier.bytes;
+        } else if (earlier.component == record.component && earlier.epoch == record.epoch &&
+                   earlier.cluster == record.cluster && earlier.kind() == record.kind() && !(bytes & ~earlier.bytes)) {
+            // The same agent read it before, and no write since then has removed that record.
+            if (earlier.lane != record.lane) earlier.lane = kManyLanes;
+            earlier.pc = record.pc;
+            return;
+        }
+    }
+    if (owner && bytes & ~written) unwritten(actor, space, address, *owner);
+    for (uint32_t i = 0; i < granule.size();) {
+        AccessRecord& earlier = granule[i];
+        if (earlier.bytes & bytes) {
+            if (writes(earlier.kind())) {
+                const char* missing = "";
+                if (!ordered(actor, earlier, &missing) && !(is_strong(earlier.kind()) && is_strong(record.kind()))) {
+                    race(actor, earlier, space, address, missing, owner);
+                }
+            } else if (earlier.component == record.component && earlier.epoch < record.epoch &&
+                       earlier.cluster == record.cluster && (!is_strong(record.kind()) || is_strong(earlier.kind()))) {
+                // Whoever races with the earlier read of this agent races with this one, too.
+                earlier.bytes &= static_cast<uint16_t>(~bytes);
+                if (earlier.bytes == 0) {
+                    granule.remove(i);
+                    continue;
+                }
+            }
+        }
+        ++i;
+    }
+    remember(granule, record, bytes, owner);
+}
+
+void Checker::write_access(Granule& granule, const Actor& actor, uint16_t bytes, const char* space, uint64_t address,
+                           Cta* owner) {
+    const AccessRecord& record = actor.record;
+    const bool order_matters = record.kind() == AccessKind::kFloatAdd && machine_.options.deterministic;
+    bool merged = false;
+    for (uint32_t i = 0; i < granule.size();) {
+        AccessRecord& earlier = granule[i];
         if (!(earlier.bytes & bytes)) {
             ++i;
             continue;
         }
-        // The common case: the same agent does the same thing again.
+        // The common case of atomics: the same agent does the same thing again.
         if (earlier.component == record.component && earlier.epoch == record.epoch &&
-            earlier.cluster == record.cluster && earlier.kind == record.kind && record.kind != AccessKind::kWrite &&
-            !order_matters && earlier.bytes == bytes) {
+            earlier.cluster == record.cluster && earlier.kind() == record.kind() &&
+            record.kind() != AccessKind::kWrite && !order_matters && earlier.bytes == bytes) {
             if (earlier.lane != record.lane) earlier.lane = kManyLanes;
             earlier.pc = record.pc;
             merged = true;
@@ -200,30 +244,30 @@ void Checker::access(Granule& granule, const Actor& actor, uint16_t bytes, const
         }
         const char* missing = "";
         const bool before = ordered(actor, earlier, &missing);
-        const bool both_strong = is_strong(earlier.kind) && is_strong(record.kind);
-        const bool unordered_sum = order_matters && earlier.kind == AccessKind::kFloatAdd;
-        const bool conflict = (writes(earlier.kind) || writes(record.kind)) && (!both_strong || unordered_sum);
+        const bool both_strong = is_strong(earlier.kind()) && is_strong(record.kind());
+        const bool unordered_sum = order_matters && earlier.kind() == AccessKind::kFloatAdd;
+        const bool conflict = !both_strong || unordered_sum;
         if (conflict && !before) {
             if (both_strong) missing = "floating-point atomics in no fixed order: the sum is not deterministic";
             race(actor, earlier, space, address, missing, owner);
         }
         // The new record covers an earlier one that happens before it, unless others could race with that one alone: a
-        // read does not cover a write, nor a strong access a weak one.
-        const bool covers =
-            (writes(record.kind) || !writes(earlier.kind)) && (!is_strong(record.kind) || is_strong(earlier.kind));
-        if ((conflict || before) && covers) {
+        // strong access does not cover a weak one.
+        if ((conflict || before) && (!is_strong(record.kind()) || is_strong(earlier.kind()))) {
             earlier.bytes &= static_cast<uint16_t>(~bytes);
         }
         if (earlier.bytes == 0) {
-            records.remove(i);
+            granule.remove(i);
         } else {
             ++i;
         }
     }
-    if (merged) return;
-    AccessRecord added = record;
-    added.bytes = bytes;
-    records.push(added, owner ? owner->records : own_->records);
+    if (!merged) remember(granule, record, bytes, owner);
+}
+
+void Checker::remember(Granule& granule, AccessRecord record, uint16_t bytes, Cta* owner) {
+    record.bytes = bytes;
+    granule.push(record, owner ? owner->records : own_->records);
 }
 
 static uint16_t byte_mask(uint32_t first, uint32_t count) {
@@ -232,7 +276,7 @@ static uint16_t byte_mask(uint32_t first, uint32_t count) {
 
 // Calls f(granule index, byte mask, address of the granule's first accessed byte) for each granule of a range.
 template <class F>
-static void for_granules(uint64_t address, uint32_t bytes, F f) {
+[[gnu::always_inline]] static inline void for_granules(uint64_t address, uint32_t bytes, const F& f) {
     while (bytes > 0) {
         const auto first = static_cast<uint32_t>(address % kGranuleBytes);
         const uint32_t count = std::min(bytes, kGranuleBytes - first);
@@ -242,37 +286,43 @@ static void for_granules(uint64_t address, uint32_t bytes, F f) {
     }
 }
 
-void Checker::shared_access(Warp& warp, uint32_t lane, Cta& owner, uint32_t offset, uint32_t bytes, AccessKind kind) {
-    if (!enabled_) return;
+Checker::Actor Checker::actor(const Warp& warp, uint32_t lane, AccessKind kind) const {
     const WarpClock& clock = warp.clock;
     Actor actor{&clock.knowledge, {}, &warp, false};
     actor.record.cluster = warp.cta.cluster.index;
-    actor.record.epoch = clock.knowledge.generic.get(clock.component);
-    actor.record.pc = warp.pc();
+    actor.record.epoch = clock.knowledge.generic.get(clock.component) & kEpochMask;
+    actor.record.pc = warp.pc() & (kMaxCheckedInstructions - 1);
     actor.record.component = clock.component;
-    actor.record.warp = static_cast<uint16_t>(warp.cta.rank * kWarpSize + warp.index);
-    actor.record.lane = static_cast<uint8_t>(lane);
-    actor.record.kind = kind;
+    actor.record.warp = (warp.cta.rank * kWarpSize + warp.index) & 511;
+    actor.record.lane = lane & 63;
+    actor.record.kind_bits = static_cast<uint32_t>(kind) & 7;
+    return actor;
+}
+
+void Checker::renew(Actor& actor) const {
+    const WarpClock& clock = actor.warp->clock;
+    actor.record.epoch = clock.knowledge.generic.get(clock.component) & kEpochMask;
+}
+
+void Checker::shared_access(const Actor& actor, Cta& owner, uint32_t offset, uint32_t bytes) {
     for_granules(offset, bytes, [&](uint64_t granule, uint16_t mask, uint64_t address) {
         access(owner.shared_shadow[granule], actor, mask, "shared", address, &owner);
     });
 }
 
-void Checker::global_access(Warp& warp, uint32_t lane, uint64_t address, uint32_t bytes, AccessKind kind) {
-    if (!enabled_) return;
-    const WarpClock& clock = warp.clock;
-    Actor actor{&clock.knowledge, {}, &warp, false};
-    actor.record.cluster = warp.cta.cluster.index;
-    actor.record.epoch = clock.knowledge.generic.get(clock.component);
-    actor.record.pc = warp.pc();
-    actor.record.component = clock.component;
-    actor.record.warp = static_cast<uint16_t>(warp.cta.rank * kWarpSize + warp.index);
-    actor.record.lane = static_cast<uint8_t>(lane);
-    actor.record.kind = kind;
+void Checker::global_access(const Actor& actor, uint64_t address, uint32_t bytes) {
     for_granules(address, bytes, [&](uint64_t, uint16_t mask, uint64_t at) {
         access(global_.at(at), actor, mask, "global", at, nullptr);
         if (!primaries_.empty()) check_primaries(actor, mask, at);
     });
+}
+
+void Checker::shared_access(Warp& warp, uint32_t lane, Cta& owner, uint32_t offset, uint32_t bytes, AccessKind kind) {
+    if (enabled_) shared_access(actor(warp, lane, kind), owner, offset, bytes);
+}
+
+void Checker::global_access(Warp& warp, uint32_t lane, uint64_t address, uint32_t bytes, AccessKind kind) {
+    if (enabled_) global_access(actor(warp, lane, kind), address, bytes);
 }
 
 AsyncAgent Checker::agent(Warp& issuer, Component stream, uint32_t epoch, bool async_proxy) const {
@@ -290,12 +340,12 @@ AsyncAgent Checker::agent(Warp& issuer, Component stream, uint32_t epoch, bool a
 static AccessRecord record_of(const AsyncAgent& agent, uint32_t lane, AccessKind kind) {
     AccessRecord record{};
     record.cluster = agent.issuer->cta.cluster.index;
-    record.epoch = agent.epoch;
-    record.pc = agent.pc;
+    record.epoch = agent.epoch & kEpochMask;
+    record.pc = agent.pc & (kMaxCheckedInstructions - 1);
     record.component = agent.component;
-    record.warp = static_cast<uint16_t>(agent.issuer->cta.rank * kWarpSize + agent.issuer->index);
-    record.lane = static_cast<uint8_t>(lane);
-    record.kind = kind;
+    record.warp = (agent.issuer->cta.rank * kWarpSize + agent.issuer->index) & 511;
+    record.lane = lane & 63;
+    record.kind_bits = static_cast<uint32_t>(kind) & 7;
     record.async_proxy = agent.async_proxy;
     return record;
 }
@@ -303,19 +353,13 @@ static AccessRecord record_of(const AsyncAgent& agent, uint32_t lane, AccessKind
 void Checker::shared_access(const AsyncAgent& agent, uint32_t lane, Cta& owner, uint32_t offset, uint32_t bytes,
                             AccessKind kind) {
     if (!enabled_) return;
-    Actor actor{&agent.knowledge, record_of(agent, lane, kind), agent.issuer, agent.async_proxy};
-    for_granules(offset, bytes, [&](uint64_t granule, uint16_t mask, uint64_t address) {
-        access(owner.shared_shadow[granule], actor, mask, "shared", address, &owner);
-    });
+    shared_access({&agent.knowledge, record_of(agent, lane, kind), agent.issuer, agent.async_proxy}, owner, offset,
+                  bytes);
 }
 
 void Checker::global_access(const AsyncAgent& agent, uint32_t lane, uint64_t address, uint32_t bytes, AccessKind kind) {
     if (!enabled_) return;
-    Actor actor{&agent.knowledge, record_of(agent, lane, kind), agent.issuer, agent.async_proxy};
-    for_granules(address, bytes, [&](uint64_t, uint16_t mask, uint64_t at) {
-        access(global_.at(at), actor, mask, "global", at, nullptr);
-        if (!primaries_.empty()) check_primaries(actor, mask, at);
-    });
+    global_access({&agent.knowledge, record_of(agent, lane, kind), agent.issuer, agent.async_proxy}, address, bytes);
 }
 
 void Checker::tensor_access(const AsyncAgent& agent, Cta& owner, uint32_t column, uint32_t first_lane, uint32_t lanes,
@@ -343,10 +387,11 @@ void Checker::check_primaries(const Actor& actor, uint16_t bytes, uint64_t addre
     for (const auto& grid : primaries_) {
         const Granule* granule = grid->pages.find(address);
         if (!granule) continue;
-        for (const AccessRecord& earlier : *granule) {
+        for (uint32_t i = 0; i < granule->size(); ++i) {
+            const AccessRecord& earlier = (*granule)[i];
             if (!(earlier.bytes & bytes)) continue;
-            if (!writes(earlier.kind) && !writes(actor.record.kind)) continue;
-            if (is_strong(earlier.kind) && is_strong(actor.record.kind)) continue;
+            if (!writes(earlier.kind()) && !writes(actor.record.kind())) continue;
+            if (is_strong(earlier.kind()) && is_strong(actor.record.kind())) continue;
             report_once(
                 actor.record.pc, earlier.pc,
                 format("hazard: race on global address 0x%llx with a grid that may still run\n  %s\n  kernel %s "
@@ -403,7 +448,7 @@ void Checker::report(const std::string& text) {
 std::string Checker::describe(const AccessRecord& record) const {
     const char* kinds[] = {"read", "write", "strong read", "atomic or strong write", "floating-point add"};
     const std::string lane = record.lane >= kManyLanes ? "" : format(" lane %u", record.lane);
-    return format("%s by cluster %u CTA rank %u warp %u%s%s at %s", kinds[static_cast<int>(record.kind)],
+    return format("%s by cluster %u CTA rank %u warp %u%s%s at %s", kinds[static_cast<int>(record.kind())],
                   record.cluster, record.warp / kWarpSize, record.warp % kWarpSize, lane.c_str(),
                   record.async_proxy ? " (async proxy)" : "", machine_.program.where(record.pc).c_str());
 }

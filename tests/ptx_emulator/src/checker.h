@@ -63,6 +63,18 @@ class Checker {
     Component new_component(Cluster& cluster, std::string name);
     void start_warp(Warp& warp);
 
+    // Who makes an access: for a handler that makes several, only the lane may differ between them.
+    struct Actor {
+        const Knowledge* knowledge;
+        AccessRecord record;  // as it will be stored
+        const Warp* warp;
+        bool through_async_proxy;
+    };
+    Actor actor(const Warp& warp, uint32_t lane, AccessKind kind) const;
+    void renew(Actor& actor) const;  // after a release or an acquire of its warp
+    void shared_access(const Actor& actor, Cta& owner, uint32_t offset, uint32_t bytes);
+    void global_access(const Actor& actor, uint64_t address, uint32_t bytes);
+
     // ---- accesses. `lane`: the one that asks, or kCollective for an access of the warp as a whole (ldmatrix).
     void shared_access(Warp& warp, uint32_t lane, Cta& owner, uint32_t offset, uint32_t bytes, AccessKind kind);
     void global_access(Warp& warp, uint32_t lane, uint64_t address, uint32_t bytes, AccessKind kind);
@@ -107,13 +119,12 @@ class Checker {
     const std::vector<std::string>& reports() const { return reports_; }
 
   private:
-    struct Actor {
-        const Knowledge* knowledge;
-        AccessRecord record;  // as it will be stored
-        const Warp* warp;
-        bool through_async_proxy;
-    };
     void access(Granule& granule, const Actor& actor, uint16_t bytes, const char* space, uint64_t address, Cta* owner);
+    void read_access(Granule& granule, const Actor& actor, uint16_t bytes, const char* space, uint64_t address,
+                     Cta* owner);
+    void write_access(Granule& granule, const Actor& actor, uint16_t bytes, const char* space, uint64_t address,
+                      Cta* owner);
+    void remember(Granule& granule, AccessRecord record, uint16_t bytes, Cta* owner);
     bool ordered(const Actor& actor, const AccessRecord& earlier, const char** missing) const;
     void race(const Actor& actor, const AccessRecord& earlier, const char* space, uint64_t address, const char* missing,
               Cta* owner);

@@ -28,11 +28,14 @@ template <bool kTranspose>
 Step load_matrix(Warp& warp, const Instruction& i, LaneMask mask) {
     if (!whole_warp(warp, mask)) return Step::kBlock;
     const uint32_t count = i.list_size[0];
+    Checker& checker = warp.machine.checker;
+    const bool check = checker.enabled();
+    const Checker::Actor actor = check ? checker.actor(warp, kCollective, AccessKind::kRead) : Checker::Actor{};
     const uint8_t* rows[32];
     for (uint32_t row = 0; row < 8 * count; ++row) {
         const auto address = static_cast<uint32_t>(lane_address(warp, i, i.a, row));
         const MemoryReference from = resolve_shared(warp, address, 16, 16);
-        warp.machine.checker.shared_access(warp, kCollective, *from.owner, from.offset, 16, AccessKind::kRead);
+        if (check) checker.shared_access(actor, *from.owner, from.offset, 16);
         rows[row] = from.data;
     }
     for (uint32_t n = 0; n < count; ++n) {

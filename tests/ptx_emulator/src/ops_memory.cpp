@@ -24,25 +24,45 @@ struct AccessData : InstructionData {
     uint32_t register_bytes = 0;
 };
 
-void note(Warp& warp, uint32_t lane, const MemoryReference& reference, uint32_t bytes, AccessKind kind,
-          MemoryOrder order) {
-    Checker& checker = warp.machine.checker;
-    if (!checker.enabled()) return;
-    const auto address = reinterpret_cast<uint64_t>(reference.data);
-    // Ordered accesses are morally strong: they do not race among themselves.
-    const bool writes = kind == AccessKind::kWrite;
-    const AccessKind strong = writes ? AccessKind::kAtomic : AccessKind::kStrongRead;
-    const AccessKind shown = order == MemoryOrder::kWeak ? kind : strong;
-    if (reference.space == Space::kShared) {
-        if (order != MemoryOrder::kWeak && !writes) checker.ordered_access(warp, address, order, true, false);
-        checker.shared_access(warp, lane, *reference.owner, reference.offset, bytes, shown);
-        if (order != MemoryOrder::kWeak && writes) checker.ordered_access(warp, address, order, false, true);
-    } else if (reference.space == Space::kGlobal) {
-        if (order != MemoryOrder::kWeak && !writes) checker.ordered_access(warp, address, order, true, false);
-        checker.global_access(warp, lane, address, bytes, shown);
-        if (order != MemoryOrder::kWeak && writes) checker.ordered_access(warp, address, order, false, true);
+// Tells the checker of the accesses of an instruction, lane by lane.
+class Notes {
+  public:
+    Notes(Warp& warp, bool writes, MemoryOrder order)
+        : warp_(warp), checker_(warp.machine.checker), enabled_(checker_.enabled()), writes_(writes), order_(order) {
+        if (!enabled_) return;
+        // Ordered accesses are morally strong: they do not race among themselves.
+        const bool weak = order == MemoryOrder::kWeak;
+        actor_ = checker_.actor(warp, 0,
+                                writes ? (weak ? AccessKind::kWrite : AccessKind::kAtomic)
+                                       : (weak ? AccessKind::kRead : AccessKind::kStrongRead));
     }
-}
+
+    void note(uint32_t lane, const MemoryReference& reference, uint32_t bytes) {
+        if (!enabled_ || (reference.space != Space::kShared && reference.space != Space::kGlobal)) return;
+        actor_.record.lane = lane & 63;
+        const auto address = reinterpret_cast<uint64_t>(reference.data);
+        if (order_ != MemoryOrder::kWeak && !writes_) {
+            checker_.ordered_access(warp_, address, order_, true, false);
+            checker_.renew(actor_);
+        }
+        if (reference.space == Space::kShared) {
+            checker_.shared_access(actor_, *reference.owner, reference.offset, bytes);
+        } else {
+            checker_.global_access(actor_, address, bytes);
+        }
+        if (order_ != MemoryOrder::kWeak && writes_) {
+            checker_.ordered_access(warp_, address, order_, false, true);
+            checker_.renew(actor_);
+        }
+    }
+
+  private:
+    Warp& warp_;
+    Checker& checker_;
+    const bool enabled_, writes_;
+    const MemoryOrder order_;
+    Checker::Actor actor_{};
+};
 
 // Memory elements as wide as the registers: T each, V of them.
 template <class T, int V>
@@ -50,11 +70,12 @@ Step load(Warp& warp, const Instruction& i, LaneMask mask) {
     const auto& data = static_cast<const AccessData&>(*i.data);
     T* registers[V];
     for (int v = 0; v < V; ++v) registers[v] = warp.lanes<T>(i.list[0][v]);
+    Notes notes(warp, false, data.order);
     uint64_t addresses[kWarpSize];  // before a destination overwrites the address register
     for_lanes(mask, [&](uint32_t lane) { addresses[lane] = lane_address(warp, i, i.a, lane); });
     for_lanes(mask, [&](uint32_t lane) {
         const MemoryReference from = resolve(warp, i.space, addresses[lane], lane, sizeof(T) * V, sizeof(T) * V);
-        note(warp, lane, from, sizeof(T) * V, AccessKind::kRead, data.order);
+        notes.note(lane, from, sizeof(T) * V);
         T values[V];
         std::memcpy(values, from.data, sizeof values);
         for (int v = 0; v < V; ++v) registers[v][lane] = values[v];
@@ -67,11 +88,12 @@ Step store(Warp& warp, const Instruction& i, LaneMask mask) {
     const auto& data = static_cast<const AccessData&>(*i.data);
     const T* registers[V];
     for (int v = 0; v < V; ++v) registers[v] = warp.lanes<T>(i.list[0][v]);
+    Notes notes(warp, true, data.order);
     bool shared = false;
     for_lanes(mask, [&](uint32_t lane) {
         const MemoryReference to =
             resolve(warp, i.space, lane_address(warp, i, i.a, lane), lane, sizeof(T) * V, sizeof(T) * V);
-        note(warp, lane, to, sizeof(T) * V, AccessKind::kWrite, data.order);
+        notes.note(lane, to, sizeof(T) * V);
         T values[V];
         for (int v = 0; v < V; ++v) values[v] = registers[v][lane];
         if (to.space == Space::kGlobal) warp.machine.before_global_write(to.data, sizeof values);
@@ -89,11 +111,12 @@ Step store(Warp& warp, const Instruction& i, LaneMask mask) {
 Step load_narrow(Warp& warp, const Instruction& i, LaneMask mask) {
     const auto& data = static_cast<const AccessData&>(*i.data);
     const uint32_t count = i.list_size[0], bytes = i.bytes;
+    Notes notes(warp, false, data.order);
     uint64_t addresses[kWarpSize];
     for_lanes(mask, [&](uint32_t lane) { addresses[lane] = lane_address(warp, i, i.a, lane); });
     for_lanes(mask, [&](uint32_t lane) {
         const MemoryReference from = resolve(warp, i.space, addresses[lane], lane, bytes * count, bytes * count);
-        note(warp, lane, from, bytes * count, AccessKind::kRead, data.order);
+        notes.note(lane, from, bytes * count);
         for (uint32_t v = 0; v < count; ++v) {
             uint64_t value = 0;
             std::memcpy(&value, from.data + v * bytes, bytes);
@@ -110,10 +133,11 @@ Step load_narrow(Warp& warp, const Instruction& i, LaneMask mask) {
 Step store_narrow(Warp& warp, const Instruction& i, LaneMask mask) {
     const auto& data = static_cast<const AccessData&>(*i.data);
     const uint32_t count = i.list_size[0], bytes = i.bytes;
+    Notes notes(warp, true, data.order);
     for_lanes(mask, [&](uint32_t lane) {
         const MemoryReference to =
             resolve(warp, i.space, lane_address(warp, i, i.a, lane), lane, bytes * count, bytes * count);
-        note(warp, lane, to, bytes * count, AccessKind::kWrite, data.order);
+        notes.note(lane, to, bytes * count);
         if (to.space == Space::kGlobal) warp.machine.before_global_write(to.data, bytes * count);
         for (uint32_t v = 0; v < count; ++v) {
             std::memcpy(to.data + v * bytes, warp.lanes<uint8_t>(i.list[0][v]) + lane * data.register_bytes, bytes);

@@ -7,6 +7,7 @@
 #include "decoder.h"
 #include "errors.h"
 #include "opcode_table.h"
+#include "shadow.h"
 
 namespace ptx_emulator {
 
@@ -41,6 +42,10 @@ Program::Program(const ModuleSyntax& module, const KernelSyntax& kernel, const M
     std::copy(kernel.required_cluster, kernel.required_cluster + 3, required_cluster);
     std::copy(kernel.max_threads, kernel.max_threads + 3, max_threads);
     std::copy(kernel.required_threads, kernel.required_threads + 3, required_threads);
+    if (kernel.instructions.size() > kMaxCheckedInstructions) {
+        raise(Fault::kUnsupported, "kernel %s has %zu instructions, the checker numbers %zu", name.c_str(),
+              kernel.instructions.size(), kMaxCheckedInstructions);
+    }
     executed.assign(kernel.instructions.size(), 0);
     decode(module, kernel, globals, {});
     decode(module, kernel, globals, share_registers(kernel, register_uses(kernel)));

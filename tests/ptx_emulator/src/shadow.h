@@ -30,18 +30,23 @@ constexpr uint32_t kGranuleBytes = 16;
 constexpr uint32_t kManyLanes = 32;
 constexpr uint32_t kCollective = 33;
 
-// Without initial values: arenas make many at once.
+// 16 bytes, because a granule's records are what the checker reads most. Without initial values: arenas make many at
+// once.
 struct AccessRecord {
     uint32_t cluster;  // of the launch
-    uint32_t epoch;
-    uint32_t pc;
     uint16_t component;
-    uint16_t bytes;  // mask within the granule
-    uint16_t warp;   // CTA rank in its cluster * 32 + warp, for reports
-    uint8_t lane;    // kManyLanes, kCollective, or the one
-    AccessKind kind;
-    bool async_proxy;
+    uint16_t bytes;            // mask within the granule
+    uint32_t epoch : 28;       // of the component
+    uint32_t async_proxy : 1;  // through it
+    uint32_t kind_bits : 3;    // AccessKind
+    uint32_t pc : 17;
+    uint32_t lane : 6;  // kManyLanes, kCollective, or the one
+    uint32_t warp : 9;  // CTA rank in its cluster * 32 + warp, for reports
+
+    AccessKind kind() const { return static_cast<AccessKind>(kind_bits); }
 };
+static_assert(sizeof(AccessRecord) == 16, "four to a cache line");
+constexpr size_t kMaxCheckedInstructions = size_t{1} << 17;  // of a kernel
 
 // Memory for records: taken in blocks of 1, 2, 4, ... of them, given back all at once with the arena.
 class RecordArena {
@@ -69,41 +74,44 @@ class RecordArena {
   private:
     static constexpr size_t kChunk = 1024;
     std::vector<std::unique_ptr<AccessRecord[]>> chunks_;
-    std::vector<AccessRecord*> free_[16];
+    std::vector<AccessRecord*> free_[24];
     AccessRecord* next_ = nullptr;
     size_t left_ = 0;
 };
 
-// The records of 16 bytes that may still matter; few in practice. They live in the arena that push() is given, always
-// the same one.
-class Granule {
+// The records of 16 bytes that may still matter: few in practice, so that one cache line has them; the others are in
+// the arena that push() is given, always the same one.
+class alignas(64) Granule {
   public:
-    AccessRecord* begin() { return records_; }
-    AccessRecord* end() { return records_ + size_; }
-    const AccessRecord* begin() const { return records_; }
-    const AccessRecord* end() const { return records_ + size_; }
     uint32_t size() const { return size_; }
-    AccessRecord& operator[](size_t i) { return records_[i]; }
+    AccessRecord& operator[](uint32_t i) { return i < kInline ? inline_[i] : more_[i - kInline]; }
+    const AccessRecord& operator[](uint32_t i) const { return i < kInline ? inline_[i] : more_[i - kInline]; }
     void push(const AccessRecord& record, RecordArena& arena) {
-        if (size_ == capacity()) grow(arena);
-        records_[size_++] = record;
+        if (size_ >= kInline && size_ - kInline == capacity_) grow(arena);
+        ++size_;
+        (*this)[size_ - 1] = record;
     }
     // The last record takes the place of the i-th.
-    void remove(size_t i) { records_[i] = records_[--size_]; }
-
-  private:
-    uint32_t capacity() const { return records_ ? 1u << log2_capacity_ : 0; }
-    void grow(RecordArena& arena) {
-        const uint32_t log2_count = records_ ? log2_capacity_ + 1u : 1u;
-        AccessRecord* records = arena.take(log2_count);
-        std::copy(begin(), end(), records);
-        if (records_) arena.give(records_, log2_capacity_);
-        records_ = records;
-        log2_capacity_ = static_cast<uint16_t>(log2_count);
+    void remove(uint32_t i) {
+        (*this)[i] = (*this)[size_ - 1];
+        --size_;
     }
 
-    AccessRecord* records_ = nullptr;
-    uint16_t size_ = 0, log2_capacity_ = 0;
+  private:
+    static constexpr uint32_t kInline = 3;
+
+    void grow(RecordArena& arena) {
+        const uint32_t log2_count = capacity_ ? static_cast<uint32_t>(__builtin_ctz(capacity_)) + 1 : 1;
+        AccessRecord* records = arena.take(log2_count);
+        std::copy(more_, more_ + capacity_, records);
+        if (capacity_) arena.give(more_, log2_count - 1);
+        more_ = records;
+        capacity_ = 1u << log2_count;
+    }
+
+    AccessRecord inline_[kInline];
+    AccessRecord* more_ = nullptr;
+    uint32_t size_ = 0, capacity_ = 0;  // capacity of more_
 };
 
 // Sparse shadow of global memory, by 4 KiB page.

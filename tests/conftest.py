@@ -111,7 +111,7 @@ def _selected(config: pytest.Config) -> list[str]:
 
 def _path_of_node_id(argument: object) -> str | None:
     """``cpu`` of ``tests/test_contract_scores.py::test_softcap[cpu-...]``."""
-    names = "|".join(sorted(NAMES, key=len, reverse=True))
+    names = "|".join(map(re.escape, sorted(NAMES, key=len, reverse=True)))
     match = re.search(rf"::\w+\[({names})[-\]]", str(argument))
     return match.group(1) if match else None
 
@@ -174,8 +174,21 @@ def _run_child(config: pytest.Config, name: str, report: str) -> int:
     environment.update(paths.environment(name))
     command = [sys.executable, "-m", "pytest", *arguments, f"--seed={config.option.seed}"]
     command += [f"--path-here={name}", f"--path-report={report}"]
+    if Path(name).kind != "gpu":
+        command += _parallel(config)
     sys.stdout.flush()
     return subprocess.run(command, env=environment, cwd=config.invocation_params.dir, check=False).returncode
+
+
+def _parallel(config: pytest.Config) -> list[str]:
+    """Options of pytest-xdist for a child that needs no GPU: a worker per core, unless this run asks for something
+    that wants one process."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    option = config.option
+    alone = option.usepdb or option.capture == "no" or option.collectonly or getattr(option, "numprocesses", None)
+    if cores == 1 or alone or not config.pluginmanager.hasplugin("xdist"):
+        return []
+    return [f"--numprocesses={min(cores, 8)}", "--dist=worksteal"]
 
 
 def _read_report(file: str) -> Counter[str]:
@@ -313,6 +326,11 @@ def _unselected_reason(item: pytest.Item, path: Path, wants_large: bool, shared_
     if isinstance(case, Case):
         features |= case.features
         head_dims, dtype = case.head_dims, case.dtype
+    if path.capability:
+        if not isinstance(case, Case) or not any(
+            path.takes_another_tile(direction, dtype, head_dims, features) for direction in directions
+        ):
+            return "take the same kernels as on the library's own GPU"
     for direction in sorted(directions, reverse=True):  # forward first: nothing runs without it
         if not path.supports(direction, dtype, head_dims, features):
             if not path.supports(direction, dtype, (8, 8)):
@@ -362,8 +380,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 @pytest.fixture
 def overlapping_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """For cu_seqlens that are not ascending: sequences then share rows, and that two CTAs write one row is no fault of
-    the kernel. The emulator's checker would report the race."""
+    the kernel. The emulator's checker would report the race, and the schedules would give several results."""
     monkeypatch.setenv("FLASH_EXT_EMULATOR_CHECK", "0")
+    monkeypatch.setenv("FLASH_EXT_EMULATOR_SCHEDULE", "lazy")
 
 
 @pytest.fixture(scope="session")
@@ -396,6 +415,16 @@ def guarded_outputs(monkeypatch: pytest.MonkeyPatch, rng: torch.Generator) -> It
     allocations = GuardedAllocations(monkeypatch, rng)
     yield allocations
     allocations.restore()
+
+
+_GIVEN_SEED = os.environ.get("FLASH_EXT_EMULATOR_SEED")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """The schedules of the emulator are as new in every run as the inputs are, and come back with ``--seed``."""
+    if "emulated" in item.config.option.path_here and _GIVEN_SEED is None:
+        os.environ["FLASH_EXT_EMULATOR_SEED"] = str(_seed(item.config, item) % (1 << 31))
 
 
 @pytest.hookimpl(wrapper=True)

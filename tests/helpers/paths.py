@@ -28,7 +28,15 @@ __all__ = [
 ]
 
 KERNEL_PATHS = ("sm80", "sm90", "sm100")
-NAMES = ("cpu", *KERNEL_PATHS, *(f"{name}-emulated" for name in KERNEL_PATHS))
+# GPUs as which the emulator runs sm80 beside 9.0, with the KiB of shared memory of a CTA: only cases that take another
+# tile there than on 9.0.
+SMALLER_GPUS = {"8.0": 163, "8.6": 99, "12.0": 99}
+NAMES = (
+    "cpu",
+    *KERNEL_PATHS,
+    *(f"{name}-emulated" for name in KERNEL_PATHS),
+    *(f"sm80-emulated-{capability}" for capability in SMALLER_GPUS),
+)
 # The process that runs the tests which ask for no path; its environment is the user's.
 INDEPENDENT = "none"
 
@@ -45,14 +53,19 @@ class Path:
     @property
     def library(self) -> str:
         """The name dispatch knows it by: ``cpu``, ``sm80``, ``sm90`` or ``sm100``."""
-        return self.name.removesuffix("-emulated")
+        return self.name.split("-")[0]
+
+    @property
+    def capability(self) -> str | None:
+        """The compute capability that the emulator pretends in place of the library's own, "8.6"; else None."""
+        return self.name.split("-emulated-")[1] if "-emulated-" in self.name else None
 
     @property
     def kind(self) -> str:
         """``cpu``, ``emulated`` or ``gpu``: how much work it can take, and where its tensors live."""
         if self.name == "cpu":
             return "cpu"
-        return "emulated" if self.name.endswith("-emulated") else "gpu"
+        return "emulated" if "-emulated" in self.name else "gpu"
 
     @property
     def device(self) -> torch.device:
@@ -95,14 +108,24 @@ class Path:
         direction, dtype, head_dims, features
             As in `supports`.
         limit : int
-            What ``FLASH_EXT_MAX_SHARED_MEMORY`` says.
+            What ``FLASH_EXT_MAX_SHARED_MEMORY`` says, or another GPU's shared memory.
         """
         if self.kind == "cpu":
             return False
         rows = self._serving(direction, dtype, head_dims, features)
-        # The first of the smallest tiles is taken, if it fits.
-        best = min(rows, key=lambda row: row["head_dim"] + row["head_dim_v"], default=None)
-        return best is not None and best["shared_memory"] > limit
+        fitting = [row for row in rows if row["shared_memory"] <= limit]
+
+        def first(choice: list[dict[str, Any]]) -> dict[str, Any] | None:
+            return min(choice, key=lambda row: (row["head_dim"], row["head_dim_v"]), default=None)
+
+        return bool(fitting) and first(fitting) != first(rows)
+
+    def takes_another_tile(
+        self, direction: str, dtype: torch.dtype, head_dims: tuple[int, int], features: Iterable[str]
+    ) -> bool:
+        """Whether such calls run on another tile on the pretended GPU than on the library's own."""
+        limit = SMALLER_GPUS[self.capability or "8.0"] * 1024
+        return self.changes_tile(direction, dtype, head_dims, features, limit)
 
     def _serving(
         self, direction: str, dtype: torch.dtype, head_dims: tuple[int, int], features: Iterable[str]
@@ -142,7 +165,7 @@ def emulated_library_dir(name: str) -> FilePath | None:
     pathlib.Path or None
         ``FLASH_EXT_TEST_EMULATOR_DIR`` if it holds the library, else ``build/emulator/<path>``.
     """
-    library = name.removesuffix("-emulated")
+    library = name.split("-")[0]
     given = os.environ.get("FLASH_EXT_TEST_EMULATOR_DIR")
     candidates = [FilePath(given), FilePath(given) / library] if given else []
     candidates.append(_ROOT / "build" / "emulator" / library)
@@ -205,4 +228,9 @@ def environment(name: str) -> dict[str, str]:
     if path.kind == "emulated":
         variables["FLASH_EXT_EMULATE"] = path.library
         variables["FLASH_EXT_LIBRARY_DIR"] = str(emulated_library_dir(name))
+        schedules = "eager,lazy,random,pct"
+        if path.capability:
+            variables["FLASH_EXT_EMULATE_CC"] = path.capability
+            schedules = "eager,random"
+        variables["FLASH_EXT_EMULATOR_SCHEDULE"] = os.environ.get("FLASH_EXT_EMULATOR_SCHEDULE", schedules)
     return variables

@@ -40,7 +40,9 @@ class Machine {
     void progressed() { ++progress; }
     // To be called before each write to global memory.
     void before_global_write(const void* data, uint32_t bytes, bool rounded_sum = false) {
-        if (journal) journal->before_write(reinterpret_cast<uint64_t>(data), bytes, rounded_sum);
+        if (!journal) return;
+        const bool any_order = rounded_sum && !options.deterministic;
+        journal->before_write(reinterpret_cast<uint64_t>(data), bytes, any_order);
     }
     const uint8_t* parameters() const { return parameters_; }
     // Offset of extern .shared in a CTA's shared memory, and its whole size.

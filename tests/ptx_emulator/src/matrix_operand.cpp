@@ -7,6 +7,7 @@
 #include "machine.h"
 #include "numeric.h"
 #include "tensor_box.h"
+#include "vectors.h"
 
 namespace ptx_emulator {
 
@@ -168,18 +169,28 @@ void MatrixOperand::record(Checker& checker, const AsyncAgent& agent, Cta& cta) 
 
 void multiply_accumulate(const float* a, const float* b, float* d, uint32_t m, uint32_t n, uint32_t k, uint32_t pitch,
                          bool accumulate) {
-    static thread_local std::vector<float> columns;  // b transposed, so that the inner loop runs along n
-    columns.resize(size_t{k} * n);
-    for (uint32_t j = 0; j < n; ++j) {
-        for (uint32_t l = 0; l < k; ++l) columns[size_t{l} * n + j] = b[size_t{j} * k + l];
-    }
-    for (uint32_t i = 0; i < m; ++i) {
-        float* __restrict row = d + size_t{i} * pitch;
-        if (!accumulate) std::fill(row, row + n, 0.0f);
-        for (uint32_t l = 0; l < k; ++l) {
-            const float factor = a[size_t{i} * k + l];
-            const float* __restrict column = &columns[size_t{l} * n];
-            for (uint32_t j = 0; j < n; ++j) row[j] += factor * column[j];
+    // 8 columns at a time, 4 rows of them in registers. b is transposed so that 8 columns lie side by side; n is a
+    // multiple of 8, k of 8.
+    static thread_local std::vector<Float8> columns;
+    columns.resize(k);
+    for (uint32_t j = 0; j < n; j += 8) {
+        for (uint32_t l = 0; l < k; l += 8) {
+            for (uint32_t column = 0; column < 8; ++column) {
+                std::memcpy(&columns[l + column], b + size_t{j + column} * k + l, sizeof(Float8));
+            }
+            transpose(&columns[l]);
+        }
+        for (uint32_t i = 0; i < m; i += 4) {
+            Float8 sums[4] = {};
+            for (uint32_t row = 0; accumulate && row < 4; ++row) {
+                std::memcpy(&sums[row], d + size_t{i + row} * pitch + j, sizeof(Float8));
+            }
+            for (uint32_t l = 0; l < k; ++l) {
+                for (uint32_t row = 0; row < 4; ++row) sums[row] += a[size_t{i + row} * k + l] * columns[l];
+            }
+            for (uint32_t row = 0; row < 4; ++row) {
+                std::memcpy(d + size_t{i + row} * pitch + j, &sums[row], sizeof(Float8));
+            }
         }
     }
 }

@@ -8,6 +8,7 @@
 #include "memory.h"
 #include "numeric.h"
 #include "opcode_table.h"
+#include "vectors.h"
 
 namespace ptx_emulator {
 
@@ -99,12 +100,6 @@ void decode_stmatrix(DecodeContext& c) {
     decode_matrix_move(c, false);
 }
 
-// Vectors as GCC and Clang have them on any processor.
-using Float4 = float __attribute__((vector_size(16)));
-using Float8 = float __attribute__((vector_size(32)));
-using Word8 = uint32_t __attribute__((vector_size(32)));
-using Half8 = uint16_t __attribute__((vector_size(16)));
-
 // 8 elements of 16 bits that lie in 4 registers side by side.
 template <bool kBf16>
 Float8 widen(const uint32_t* registers) {
@@ -125,25 +120,6 @@ Float8 widen(const uint32_t* registers) {
 #endif
     }
     return values;
-}
-
-// rows[i][j] becomes rows[j][i].
-void transpose(Float8* rows) {
-    Float8 pairs[8], quads[8];
-    for (int i = 0; i < 8; i += 2) {
-        pairs[i] = __builtin_shufflevector(rows[i], rows[i + 1], 0, 8, 2, 10, 4, 12, 6, 14);
-        pairs[i + 1] = __builtin_shufflevector(rows[i], rows[i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
-    }
-    for (int i = 0; i < 8; i += 4) {
-        for (int j = 0; j < 2; ++j) {
-            quads[i + j] = __builtin_shufflevector(pairs[i + j], pairs[i + j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
-            quads[i + j + 2] = __builtin_shufflevector(pairs[i + j], pairs[i + j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
-        }
-    }
-    for (int j = 0; j < 4; ++j) {
-        rows[j] = __builtin_shufflevector(quads[j], quads[j + 4], 0, 1, 2, 3, 8, 9, 10, 11);
-        rows[j + 4] = __builtin_shufflevector(quads[j], quads[j + 4], 4, 5, 6, 7, 12, 13, 14, 15);
-    }
 }
 
 // D (16 x 8) = A (16 x K, row) B (K x 8, column) + C, K = 8 or 16, fp32 accumulators.

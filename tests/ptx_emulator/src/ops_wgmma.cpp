@@ -58,7 +58,7 @@ void run_product(Cta& cta, uint32_t first_warp, const WarpgroupProduct& product)
     const Instruction& i = *product.instruction;
     const auto& data = static_cast<const ProductData&>(*i.data);
     const uint32_t depth = 32 / element_size(data.b_type), n = data.n;
-    std::vector<float> a(64 * depth), b(size_t{n} * depth), d(kRowsPerWarp * n);
+    std::vector<float> a(64 * depth), b(size_t{n} * depth), d(64 * n);
     MatrixOperand{wgmma_descriptor(product.b), data.b_type, data.b_mn_major, 0, n}.load(cta, b.data());
     if (data.a_in_registers) {
         for (uint32_t w = 0; w < kWarpgroupWarps; ++w) {
@@ -69,33 +69,37 @@ void run_product(Cta& cta, uint32_t first_warp, const WarpgroupProduct& product)
     }
     if (data.negate_a) negate(a);
     if (data.negate_b) negate(b);
-    for (uint32_t w = 0; w < kWarpgroupWarps; ++w) {
-        Warp& warp = *cta.warps[first_warp + w];
-        // Accumulator e of a lane, two by two in a register if they are halves.
-        auto place = [&](uint32_t e, uint32_t lane) {
-            return (lane / 4 + 8 * (e / 2 % 2)) * n + 8 * (e / 4) + 2 * (lane % 4) + e % 2;
-        };
-        for (uint32_t e = 0; product.accumulate && e < n / 2; ++e) {
+    // Accumulator e of a lane, two by two in a register if they are halves.
+    auto place = [n](uint32_t e, uint32_t lane) {
+        return (lane / 4 + 8 * (e / 2 % 2)) * n + 8 * (e / 4) + 2 * (lane % 4) + e % 2;
+    };
+    auto for_accumulators = [&](auto f) {
+        for (uint32_t w = 0; w < kWarpgroupWarps; ++w) {
+            Warp& warp = *cta.warps[first_warp + w];
+            for (uint32_t e = 0; e < n / 2; ++e) f(warp, e, &d[w * kRowsPerWarp * n]);
+        }
+    };
+    if (product.accumulate) {
+        for_accumulators([&](Warp& warp, uint32_t e, float* rows) {
             if (data.half_accumulators) {
                 const auto* halves = warp.lanes<uint16_t>(i.list[0][e / 2]) + e % 2;
-                for (uint32_t lane = 0; lane < kWarpSize; ++lane) d[place(e, lane)] = f16_to_float(halves[2 * lane]);
+                for (uint32_t lane = 0; lane < kWarpSize; ++lane) rows[place(e, lane)] = f16_to_float(halves[2 * lane]);
             } else {
                 const auto* registers = warp.lanes<float>(i.list[0][e]);
-                for (uint32_t lane = 0; lane < kWarpSize; ++lane) d[place(e, lane)] = registers[lane];
+                for (uint32_t lane = 0; lane < kWarpSize; ++lane) rows[place(e, lane)] = registers[lane];
             }
-        }
-        multiply_accumulate(&a[w * kRowsPerWarp * depth], b.data(), d.data(), kRowsPerWarp, n, depth, n,
-                            product.accumulate);
-        for (uint32_t e = 0; e < n / 2; ++e) {
-            if (data.half_accumulators) {
-                auto* halves = warp.lanes<uint16_t>(i.list[0][e / 2]) + e % 2;
-                for (uint32_t lane = 0; lane < kWarpSize; ++lane) halves[2 * lane] = float_to_f16(d[place(e, lane)]);
-            } else {
-                auto* registers = warp.lanes<float>(i.list[0][e]);
-                for (uint32_t lane = 0; lane < kWarpSize; ++lane) registers[lane] = d[place(e, lane)];
-            }
-        }
+        });
     }
+    multiply_accumulate(a.data(), b.data(), d.data(), 64, n, depth, n, product.accumulate);
+    for_accumulators([&](Warp& warp, uint32_t e, const float* rows) {
+        if (data.half_accumulators) {
+            auto* halves = warp.lanes<uint16_t>(i.list[0][e / 2]) + e % 2;
+            for (uint32_t lane = 0; lane < kWarpSize; ++lane) halves[2 * lane] = float_to_f16(rows[place(e, lane)]);
+        } else {
+            auto* registers = warp.lanes<float>(i.list[0][e]);
+            for (uint32_t lane = 0; lane < kWarpSize; ++lane) registers[lane] = rows[place(e, lane)];
+        }
+    });
     cta.machine.progressed();
 }
 

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENTS = ("3.10=torch==2.4.1", "3.11=torch==2.10.0", "3.12=torch==2.13.0", "3.13=torch==2.13.0")
 # What the tests read of the checkout; flash_ext itself stays out.
 TREE = ("tests", "cmake", "csrc", "pyproject.toml", "README.md")
-TEST_REQUIREMENTS = ("pytest", "pytest-timeout", "hypothesis")
+TEST_REQUIREMENTS = ("pytest", "pytest-timeout", "hypothesis", "numpy", "rich>=13")
 
 
 @dataclass(frozen=True)

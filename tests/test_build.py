@@ -78,8 +78,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     objects = {file: file.stat().st_mtime_ns for file in (ROOT / "build").glob("*/units/*/*.o")}
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    variables = {"FLASH_EXT_PATHS": ",".join(BUILT) or "none", "FLASH_EXT_PYTHONS": ""}
-    result = run([*command, "--wheel-dir", str(folder), str(ROOT)], **variables)
+    command += ["--wheel-dir", str(folder), str(ROOT)]
+    result = run(command, FLASH_EXT_PATHS=",".join(BUILT) or "none", FLASH_EXT_PYTHONS="")
     assert result.returncode == 0, result.stdout + result.stderr
     assert {file: file.stat().st_mtime_ns for file in objects} == objects, (
         "the wheel compiled units again: was the build up to date?"

@@ -90,6 +90,41 @@ def test_objects_and_ptx_do_not_depend_on_the_folder(tmp_path: Path) -> None:
     assert "counter" in (folders[0] / "unit.ptx").read_text()
 
 
+def build_small_library(tree: Path) -> Path:
+    """The sm80 library with one kernel of the table, built by a copy of the sources, without a compiler cache."""
+    for name in ("CMakeLists.txt", "cmake", "csrc", "flash_ext/_version.py"):
+        source, copy = ROOT / name, tree / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy2(source, copy)
+    table = tree / "csrc" / "kernels.toml"
+    head, first, *_ = table.read_text().split("\n[[kernel]]\n")
+    table.write_text(f"{head}\n[[kernel]]\n{first}\n".replace('["fp16", "bf16"]', '["fp16"]'))
+    code = (
+        "import native_build, pathlib, toolchain\n"
+        "options = toolchain.Options(('sm80',), 1, False)\n"
+        "print(native_build.build_libraries(options, False)['libflash_ext_sm80.so'])\n"
+    )
+    # Where `make` has put a toolkit from PyPI, as conftest.py finds it: on PATH.
+    result = run([sys.executable, "-c", code], cwd=tree, PYTHONPATH=str(tree / "cmake"), CCACHE_DISABLE="1")
+    assert result.returncode == 0, result.stdout + result.stderr
+    return Path(result.stdout.splitlines()[-1])
+
+
+@needs_nvcc
+@pytest.mark.timeout(600)
+def test_a_library_does_not_depend_on_the_folder(tmp_path: Path) -> None:
+    libraries = [build_small_library(tmp_path / name) for name in ("one", "another/deeper")]
+    assert libraries[0] != libraries[1]
+    assert [kernel["name"] for kernel in report.library_kernels(libraries[0])] == [
+        "sm80_forward_fp16_d32x32_m128n128_plain"
+    ]
+    assert libraries[0].read_bytes() == libraries[1].read_bytes()
+    assert str(tmp_path).encode() not in libraries[0].read_bytes()
+
+
 @needs_nvcc
 @pytest.mark.skipif(shutil.which("ccache") is None, reason="no ccache")
 def test_a_hit_of_the_compiler_cache_makes_the_same_ptx(tmp_path: Path) -> None:

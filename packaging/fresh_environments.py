@@ -81,7 +81,7 @@ def try_environment(environment: Environment, wheel: Path, folder: Path, tests: 
             shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
         else:
             shutil.copy2(source, tree / name)
-    run([python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--path", "cpu", *tests], tree, no_compiler)
+    run([python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--path", "cpu", *tests], tree, everything)
 
 
 def main() -> int:

@@ -100,13 +100,14 @@ def test_activation_checkpointing(path: Path, dropout_p: float) -> None:
 def test_compiled_training_step(path: Path) -> None:
     """The whole model as one graph, forward and backward compiled, learns as the eager one does."""
     size = _step_size(path)
+    tokens = batches(size, SEED, path.device)[0]
     losses: list[list[float]] = []
     for compiled in (False, True):
         model = _model(path)
         step = torch.compile(model, fullgraph=True, backend=path.fit("inductor", "aot_eager", "aot_eager"))
         optimizer = torch.optim.AdamW(model.parameters(), lr=size.rate)
         losses.append([])
-        for tokens in batches(size, SEED, path.device)[:8]:
+        for _ in range(path.fit(gpu=8, cpu=8, emulated=3)):
             optimizer.zero_grad()
             loss = step(tokens) if compiled else model(tokens)
             loss.backward()

@@ -22,8 +22,10 @@ needs_training = pytest.mark.needs("forward", "backward", "causal", "determinist
 exactly = functools.partial(attend_flash_ext, deterministic=True)
 
 
-def _largest_distance(one: list[float], other: list[float]) -> float:
-    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+def _largest_distance(one: list[float], other: list[float], window: int = 1) -> float:
+    """Of the means over ``window`` steps: each step's batch adds noise of its own once rounding has grown."""
+    apart = [a - b for a, b in zip(one, other, strict=True)]
+    return max(abs(sum(apart[i : i + window]) / window) for i in range(len(apart) - window + 1))
 
 
 @needs_training
@@ -39,8 +41,8 @@ def test_loss_curves_lie_on_each_other(path: Path) -> None:
         PLOTS / f"loss-{path.name}.png",
         f"Byte-level GPT on Python's manual, {size.steps} steps, path {path.name}",
     )
-    distance = _largest_distance(reference, ours)
-    assert distance < path.fit(gpu=0.02, cpu=0.005, emulated=0.005), f"the curves are {distance:.4f} nats apart"
+    distance = _largest_distance(reference, ours, window=path.fit(gpu=20, cpu=1, emulated=1))
+    assert distance < path.fit(gpu=0.02, cpu=0.002, emulated=0.002), f"the curves are {distance:.4f} nats apart"
     if size is not TINY:
         assert sum(ours[-20:]) / 20 < ours[0] / 2, f"the loss fell only from {ours[0]:.2f} to {ours[-1]:.2f}"
 

@@ -107,6 +107,30 @@ def test_peaked_softmax(path: Path, rng: torch.Generator, case: Case, direction:
     check(path, rng, case, direction)
 
 
+@pytest.mark.parametrize("rise", [3.0, 30.0, 1000.0, -1000.0])
+@for_cases(
+    BASE.with_(lengths_q=(140,), lengths_k=(530,), head_dims=head_dims, heads=(2, 1), dtype=dtype, causal=causal)
+    for head_dims, dtype, causal in [
+        ((64, 64), torch.float16, False),
+        ((64, 64), torch.bfloat16, True),
+        ((96, 96), torch.bfloat16, False),
+        ((128, 128), torch.bfloat16, True),
+        ((192, 128), torch.float16, False),
+        ((256, 256), torch.bfloat16, False),
+    ]
+)
+def test_rising_scores(path: Path, rng: torch.Generator, case: Case, direction: str, rise: float) -> None:
+    """Half of the rows, at random, see scores that rise by this much every 100 keys, the others scores that fall: the
+    running maximum of a row, its neighbours' and the next block's have nothing to do with each other."""
+    inputs = make_inputs(case, path.device, rng)
+    sign = torch.randint(0, 2, inputs.q.shape[:-1], generator=rng, device="cpu").to(inputs.q) * 2 - 1
+    keys = torch.arange(inputs.k.shape[1], device=inputs.k.device).to(inputs.k.dtype) / 100
+    inputs.q[..., 0] = sign * 8
+    inputs.k[..., 0] = keys[None, :, None] * (rise / case.scale / 8)
+    results = run(inputs, direction)
+    verify(inputs, results, direction)
+
+
 @pytest.mark.parametrize("window", [(-1, 0), (1000, 0), (149, 0)])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_window_equal_to_causal(path: Path, rng: torch.Generator, window: tuple[int, int], direction: str) -> None:

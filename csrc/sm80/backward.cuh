@@ -48,7 +48,6 @@
 #include "ptx/special_registers.cuh"
 #include "sm80/backward_scores.cuh"
 #include "sm80/backward_work.cuh"
-#include "sm80/mma.cuh"
 #include "sm80/tile.cuh"
 
 namespace flash_ext::sm80 {

@@ -6,13 +6,13 @@
 #include <stdint.h>
 
 #include "core/mask.cuh"
+#include "core/mma.cuh"
 #include "core/numeric.cuh"
 #include "core/philox.cuh"
 #include "params.h"
 #include "ptx/ex2.cuh"
 #include "ptx/memory.cuh"
 #include "sm80/backward_work.cuh"
-#include "sm80/mma.cuh"
 #include "sm80/tile.cuh"
 
 namespace flash_ext::sm80 {

@@ -25,6 +25,7 @@
 
 #include "core/launch.cuh"
 #include "core/mask.cuh"
+#include "core/mma.cuh"
 #include "core/numeric.cuh"
 #include "core/philox.cuh"
 #include "core/sequence.cuh"
@@ -32,7 +33,6 @@
 #include "core/tile_order.cuh"
 #include "params.h"
 #include "ptx/special_registers.cuh"
-#include "sm80/mma.cuh"
 #include "sm80/tile.cuh"
 
 namespace flash_ext::sm80 {

@@ -31,8 +31,13 @@
 // each copy one half of every block of K and V into the shared memory of both; a stage is empty when the consumers of
 // both have said so.
 //
+// A block without a mask is exponentiated under the row maxima so far; that its own are not much larger follows from
+// the sums (softmax.cuh). The first block of a tile, and blocks with a mask, are searched for theirs;
+// in the rich variant, and where registers are short (ForwardTile::search), all are.
+//
 // Registers of a consumer thread: S (64 x kBlockN) becomes P, packed in pairs, the A operand of P V; O (64 x d_v) stays
-// to the end and leaves straight to global memory, 16 bytes a lane.
+// to the end and leaves straight to global memory, 16 bytes a lane, while the first S of the next tile is computed
+// (kCrossTile).
 // Shared memory: kQBuffers of Q, kStages of K, kStages of V, in panels of 64 columns (wgmma.cuh), plans and barriers.
 #pragma once
 

@@ -7,6 +7,7 @@
 #include <cute/arch/mma_sm90_gmma.hpp>
 
 #include "core/numeric.cuh"
+#include "ptx/special_registers.cuh"
 #include "sm90/forward_plan.cuh"
 #include "sm90/forward_shape.cuh"
 #include "sm90/output.cuh"
@@ -21,7 +22,7 @@ struct ForwardConsumer : Shape {
     using Shape::kBlockM, Shape::kBlockN, Shape::kStages, Shape::kQBuffers, Shape::kPlans, Shape::kCluster;
     using Shape::kDataType, Shape::kIsRich, Shape::kQkSteps, Shape::kOutColumns;
     using Shape::kQBytes, Shape::kKBytes, Shape::kVBytes, Shape::kKOffset, Shape::kVOffset;
-    using Shape::kRows, Shape::kWarpgroups, Shape::kOverlap, Shape::kPingPong, Shape::kCrossTile;
+    using Shape::kRows, Shape::kSearches, Shape::kWarpgroups, Shape::kOverlap, Shape::kPingPong, Shape::kCrossTile;
     using typename Shape::Control, typename Shape::SFragment, typename Shape::PFragment, typename Shape::OFragment;
 
     // One warpgroup.
@@ -32,7 +33,7 @@ struct ForwardConsumer : Shape {
         const uint64_t q_base = panel_descriptor(smem_address + warpgroup * kRows * kPanelRowBytes, 0);
         const uint64_t k_base = panel_descriptor(smem_address + kKOffset, 0);
         const uint64_t v_base = panel_descriptor(smem_address + kVOffset, kBlockN * kPanelRowBytes);
-        const int lane = thread % 32, row = thread / 32 * 16 + lane / 4;  // row of half 0 in the warpgroup's rows
+        const int lane = thread % 32;
 
         SFragment s_frag;
         PFragment p_frag;
@@ -47,8 +48,9 @@ struct ForwardConsumer : Shape {
             const ForwardPlan* plan;
             uint32_t plan_index;
             KeyBlocks blocks;
-            int skipped;  // blocks of the tile before this warpgroup's first
-        } tile{};
+            int before, after;  // blocks of the tile before this warpgroup's first, and behind its last
+            int rows;           // of the tile; 0: there are no more tiles
+        } tile{}, next{};
 
         const auto wait_turn = [&] {
             if constexpr (kPingPong) cutlass::arch::NamedBarrier::sync(256, warpgroup);
@@ -108,6 +110,7 @@ struct ForwardConsumer : Shape {
             }
             cute::warpgroup_commit_batch();
         };
+        bool o_is_live = false;  // the tile's first product makes O, the others add to it
         const auto issue_pv = [&] {
             Barrier::wait(&control.v_full[v.index], v.phase);
             const uint64_t v_descriptor = v_base + uniform(v.index) * (kVBytes >> 4);
@@ -116,8 +119,10 @@ struct ForwardConsumer : Shape {
             cute::warpgroup_arrive();
 #pragma unroll
             for (int step = 0; step < kBlockN / 16; ++step) {
-                multiply_rs<kDataType, kOutColumns>(o_frag, p_frag + 4 * step, v_descriptor + row_step(step));
+                multiply_rs<kDataType, kOutColumns>(o_frag, p_frag + 4 * step, v_descriptor + row_step(step),
+                                                    step > 0 || o_is_live);
             }
+            o_is_live = true;
             cute::warpgroup_commit_batch();
         };
         const auto s_is_done = [&] {
@@ -132,7 +137,8 @@ struct ForwardConsumer : Shape {
             v.advance();
         };
         const auto place_of = [&](const ForwardPlan& plan) {
-            return Place{plan.row_begin + warpgroup * kRows + row, lane % 4 * 2};
+            const int here = ptx::tid_x() % 128;
+            return Place{plan.row_begin + warpgroup * kRows + here / 32 * 16 + here % 32 / 4, here % 4 * 2};
         };
         const float scale_log2 = kIsRich ? 1.f : arguments.scale_log2;
         float slope_log2 = 0.f;
@@ -146,6 +152,18 @@ struct ForwardConsumer : Shape {
                                  slope_log2, place_of(*tile.plan), tile.plan->mask.shift, block * kBlockN);
             }
         };
+        // Raw scores of a block once more, for rows (of half 0, half 1), while Q is still there.
+        const auto score_again = [&](int block, const bool (&rows)[2]) {
+            const int warp_row = warpgroup * kRows + ptx::tid_x() % 128 / 32 * 16;
+            const ForwardPlan& plan = *tile.plan;
+            const char* k = static_cast<const char*>(params.k.data) +
+                            row_offset(params.k, params.cu_seqlens_k != nullptr ? 0 : plan.output.batch,
+                                       plan.key_row + block * kBlockN, plan.head_k) *
+                                2;
+            multiply_again<kDataType, kQkSteps, kBlockN>(
+                s_frag, rows, smem_address + q.index * kQBytes + warp_row * kPanelRowBytes, kBlockM * kPanelRowBytes, k,
+                params.k.stride_row * 2, params.head_dim, ptx::tid_x() % 32);
+        };
         const auto mask = [&](int block) {
             mask_scores(s_frag, tile.plan->mask, place_of(*tile.plan), block * kBlockN);
         };
@@ -157,8 +175,11 @@ struct ForwardConsumer : Shape {
 #pragma unroll
             for (int i = 0; i < kBlockN / 4; ++i) p_frag[i] = pack<kDataType>(s_frag[2 * i], s_frag[2 * i + 1]);
         };
+        // The thread's number is read anew where it is seldom needed, lest what follows from it be kept in registers.
         const auto write = [&](const TileOutput& output, bool has_blocks) {
-            write_rows<kDataType, kOutColumns>(o_frag, softmax, arguments, output, warpgroup * kRows + row, lane,
+            const int here = ptx::tid_x() % 128;
+            write_rows<kDataType, kOutColumns>(o_frag, softmax, arguments, output,
+                                               warpgroup * kRows + here / 32 * 16 + here % 32 / 4, here % 32,
                                                has_blocks, scale_log2, kIsRich ? arguments.dropout_scale : 1.f);
         };
         const auto release_plan = [&](uint32_t index) {
@@ -166,41 +187,50 @@ struct ForwardConsumer : Shape {
             release(&control.plan_empty[index]);
         };
 
-        // The next tile in which this warpgroup has blocks to walk; false: there is none. Tiles without are done here.
+        // Looks at the plan behind the current one. Nothing but this is needed of it while tiles change, and a product
+        // may run meanwhile.
+        const auto look_ahead = [&] {
+            Barrier::wait(&control.plan_full[plans.index], plans.phase);
+            const ForwardPlan& plan = control.plans[plans.index];
+            const KeyBlocks blocks{uniform(plan.blocks[warpgroup].begin), uniform(plan.blocks[warpgroup].full_begin),
+                                   uniform(plan.blocks[warpgroup].full_end), uniform(plan.blocks[warpgroup].end)};
+            next = {&plan,
+                    plans.index,
+                    blocks,
+                    uniform(plan.end) - blocks.end,
+                    blocks.begin - uniform(plan.begin),
+                    uniform(plan.output.rows)};
+        };
+        // Goes to the next tile in which this warpgroup has blocks to walk, once look_ahead() has been called; false:
+        // there is none. Tiles without are done here.
         const auto next_tile = [&]() -> bool {
             for (;;) {
-                const uint32_t index = plans.index;
-                Barrier::wait(&control.plan_full[index], plans.phase);
-                const ForwardPlan& plan = control.plans[index];
-                if (uniform(plan.output.rows) == 0) return false;
+                if (next.rows == 0) return false;
                 plans.advance();
-                const KeyBlocks blocks{uniform(plan.blocks[warpgroup].begin),
-                                       uniform(plan.blocks[warpgroup].full_begin),
-                                       uniform(plan.blocks[warpgroup].full_end), uniform(plan.blocks[warpgroup].end)};
-                const int count = uniform(plan.end - plan.begin);
-                if (blocks.end > blocks.begin) {
-                    tile = {&plan, index, blocks, uniform(plan.end) - blocks.end};
-                    if constexpr (kIsRich) {
-                        if (params.alibi_slopes != nullptr) {
-                            slope_log2 =
-                                params.alibi_slopes[plan.output.batch * params.alibi_stride_batch + plan.output.head] *
-                                kLog2E;
-                        }
-                    }
-                    return true;
-                }
+                if (next.blocks.end > next.blocks.begin) break;
+                const int count = next.before + next.after;
                 if (count > 0) {
                     Barrier::wait(&control.q_full[q.index], q.phase);
                     release(&control.q_empty[q.index]);
                     q.advance();
                     skip_blocks(count);
                 }
-                write(plan.output, false);
-                release_plan(index);
+                write(next.plan->output, false);
+                release_plan(next.plan_index);
+                look_ahead();
             }
+            tile = next;
+            o_is_live = false;
+            if constexpr (kIsRich) {
+                if (params.alibi_slopes != nullptr) {
+                    const TileOutput& output = tile.plan->output;
+                    slope_log2 = params.alibi_slopes[output.batch * params.alibi_stride_batch + output.head] * kLog2E;
+                }
+            }
+            return true;
         };
         const auto issue_first_qk = [&]() -> uint64_t {
-            skip_keys(tile.skipped);
+            skip_keys(tile.before);
             Barrier::wait(&control.q_full[q.index], q.phase);
             const uint64_t q_descriptor = q_base + uniform(q.index) * (kQBytes >> 4);
             issue_qk(q_descriptor);
@@ -211,6 +241,7 @@ struct ForwardConsumer : Shape {
         if constexpr (kPingPong) {
             if (warpgroup == kWarpgroups - 1) pass_turn();  // the first turn is warpgroup 0's
         }
+        look_ahead();
         if (!next_tile()) return;
         uint64_t q_descriptor = issue_first_qk();
         for (;;) {
@@ -223,28 +254,33 @@ struct ForwardConsumer : Shape {
             if (block >= tile.blocks.full_end || block < tile.blocks.full_begin) mask(block);
             softmax.template update<true>(s_frag, scale_log2, rescale);
             to_p(block);
-            skip_values(tile.skipped);
-#pragma unroll
-            for (int i = 0; i < kOutColumns / 2; ++i) o_frag[i] = 0.f;
+            skip_values(tile.before);
             --block;
 
             // From here on P of block + 1 and O wait for their product.
-            const auto step = [&]<bool kMasked>() {
+            const auto next_s = [&] {
                 issue_qk(q_descriptor);
                 issue_pv();
                 pass_turn();
                 cute::warpgroup_wait<kOverlap ? 1 : 0>();
                 s_is_done();
-                to_scores(block);
-                if constexpr (kMasked) mask(block);
-                const bool grows = softmax.template update<kMasked>(s_frag, scale_log2, rescale);
+            };
+            const auto finish_o = [&] {
                 if constexpr (kOverlap) cute::warpgroup_wait<0>();
                 fence_operand(s_frag);
                 o_is_done();
-                if (grows) {
+            };
+            const auto rescale_o = [&] {
 #pragma unroll
-                    for (int i = 0; i < kOutColumns / 2; ++i) o_frag[i] *= rescale[i % 4 / 2];
-                }
+                for (int i = 0; i < kOutColumns / 2; ++i) o_frag[i] *= rescale[i % 4 / 2];
+            };
+            const auto step = [&]<bool kMasked>() {
+                next_s();
+                to_scores(block);
+                if constexpr (kMasked) mask(block);
+                const bool grows = softmax.template update<kMasked>(s_frag, scale_log2, rescale);
+                finish_o();
+                if (grows) rescale_o();
                 to_p(block);
             };
             // Two rounds of one pair of loops, not three loops: the masked step is instantiated once.
@@ -253,20 +289,47 @@ struct ForwardConsumer : Shape {
             for (int round = 0; round < 2; ++round) {
 #pragma unroll 1
                 for (; block >= masked_end; --block) step.template operator()<true>();
+                if constexpr (kSearches) {
 #pragma unroll 1
-                for (; block >= tile.blocks.full_begin; --block) step.template operator()<false>();
+                    for (; block >= tile.blocks.full_begin; --block) step.template operator()<false>();
+                } else {
+#pragma unroll 1
+                    for (;;) {
+                        // What is seldom needed stands behind this loop, not in it: the way around it would cost 4 %.
+                        float block_sum[2];
+#pragma unroll 1
+                        for (; block >= tile.blocks.full_begin; --block) {
+                            next_s();
+                            const bool grows = softmax.exponentiate(s_frag, scale_log2, block_sum);
+                            // The branch also holds back the wait for O, which ptxas would else put in front of the
+                            // exponentials that are to run meanwhile.
+                            if (grows) break;
+                            finish_o();
+                            softmax.add(block_sum);
+                            to_p(block);
+                        }
+                        if (block < tile.blocks.full_begin) break;
+                        finish_o();
+                        softmax.outgrown(s_frag, scale_log2, block_sum, rescale,
+                                         [&](const bool (&rows)[2]) { score_again(block, rows); });
+                        softmax.add(block_sum);
+                        rescale_o();
+                        to_p(block);
+                        --block;
+                    }
+                }
                 masked_end = tile.blocks.begin;
             }
             release(&control.q_empty[q.index]);
             q.advance();
 
             issue_pv();
+            look_ahead();
+            const TileOutput done = tile.plan->output;
             cute::warpgroup_wait<0>();
             o_is_done();
-            skip_blocks(tile.blocks.begin - uniform(tile.plan->begin));
-
+            skip_blocks(tile.after);
             // The plan goes back before another is waited for: next_tile may need more than there are slots.
-            const TileOutput done = tile.plan->output;
             release_plan(tile.plan_index);
             if constexpr (kCrossTile) {
                 const bool is_last = !next_tile();

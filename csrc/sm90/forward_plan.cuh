@@ -95,7 +95,7 @@ struct TileWalk {
     // ctas: neighbours that do the same.
     __device__ __forceinline__ explicit TileWalk(int ctas = 1) : position(blockIdx.x / ctas), step(gridDim.x / ctas) {}
 
-    // The next plan that has something to do; else one with no rows, and false.
+    // The next plan that has something to do; else one with no rows and no blocks, and false.
     template <int kBlockM, int kBlockN, int kRows>
     __device__ __forceinline__ bool next(ForwardPlan& plan, const ForwardArguments& arguments) {
         const uint64_t positions = static_cast<uint64_t>(arguments.order.heads) * arguments.order.tiles;
@@ -107,6 +107,8 @@ struct TileWalk {
         while (position < positions && !make_plan<kBlockM, kBlockN, kRows>(plan, arguments, position)) take_position();
         if (position < positions) return true;
         plan.output.rows = 0;
+        plan.begin = plan.end = 0;
+        for (KeyBlocks& blocks : plan.blocks) blocks = {};
         return false;
     }
 };

@@ -20,6 +20,7 @@ struct ForwardTile {
     int ping_pong = 1;   // 1: the warpgroups take turns to issue their products
     int overlap = 1;     // 1: the softmax runs while the product before it does
     int cross_tile = 0;  // 1: the first S of the next tile is computed while O of this one is written
+    int search = 0;      // 1: every block is searched for its maximum, which takes fewer registers
     int cluster = 1;     // 2: where all tiles of a head walk the same keys, a pair of CTAs loads them once for both
 };
 
@@ -49,6 +50,7 @@ struct ForwardShape {
     static constexpr int kKeyBoxRows = kBlockN / kCluster;  // of K
     static constexpr int kVBoxRows = kKeyBoxRows;
     static constexpr int kKParts = 1, kVParts = 1;  // of a block of keys, each in a buffer
+    static constexpr bool kSearches = kTile.search || kRich;
     static constexpr bool kOverlap = kTile.overlap;
     static constexpr bool kPingPong = kTile.ping_pong && kWarpgroups > 1;
     static_assert(kTile.warps % 4 == 0);

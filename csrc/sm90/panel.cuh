@@ -12,6 +12,11 @@ constexpr int kPanelColumns = 64;
 constexpr int kPanelRowBytes = 128;
 constexpr int kSwizzleRows = 8;  // the swizzle repeats after so many rows
 
+// Where chunk `chunk` of 16 bytes of row `row` is, from the start of a panel.
+__device__ __forceinline__ int swizzled_chunk(int row, int chunk) {
+    return row * kPanelRowBytes + ((chunk ^ row % kSwizzleRows) << 4);
+}
+
 // What to add to a K-major operand's descriptor for the `step`-th 16 columns; `rows` is the height of the tile's
 // panels.
 __device__ constexpr uint64_t column_step(int step, int rows) {

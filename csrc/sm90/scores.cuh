@@ -4,8 +4,11 @@
 #include <stdint.h>
 
 #include "core/mask.cuh"
+#include "core/mma.cuh"
 #include "core/numeric.cuh"
 #include "core/philox.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "sm90/panel.cuh"
 
 namespace flash_ext::sm90 {
 
@@ -36,6 +39,41 @@ __device__ __forceinline__ void mask_scores(float (&s_frag)[kCount], const Mask&
             for (int bit = 0; bit < 32 && 32 * word + bit < kCount / 2; ++bit) {
                 const int element = 32 * word + bit;
                 if ((visible >> bit & 1) == 0) s_frag[element / 2 * 4 + 2 * half + element % 2] = minus_infinity();
+            }
+        }
+    }
+}
+
+// A warp's raw scores once more, without wgmma, which would need the whole warpgroup, and without the block of K in
+// shared memory, which may have been overwritten: K comes from global memory. Q: 16 rows in swizzled panels
+// (wgmma.cuh). Only the rows (of half 0, half 1) asked for are replaced. Not meant to be fast.
+template <DataType kType, int kQkSteps, int kBlockN>
+__device__ __forceinline__ void multiply_again(float (&s_frag)[kBlockN / 2], const bool (&rows)[2], uint32_t q_smem,
+                                               uint32_t q_panel_bytes, const char* k, int64_t k_row_bytes, int columns,
+                                               int lane) {
+    constexpr int kPanelSteps = kPanelColumns / 16;
+    k += lane / 4 * k_row_bytes;
+#pragma unroll
+    for (int n = 0; n < kBlockN / 8; ++n) {
+        float products[4] = {};
+#pragma unroll 1
+        for (int step = 0; step < kQkSteps; ++step) {
+            uint32_t q_frag[4], k_frag[2];
+            ptx::ldmatrix_x4(q_frag, q_smem + step / kPanelSteps * q_panel_bytes +
+                                         swizzled_chunk(lane % 16, step % kPanelSteps * 2 + lane / 16));
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const int column = step * 16 + i * 8 + lane % 4 * 2;
+                k_frag[i] = column < columns ? *reinterpret_cast<const uint32_t*>(k + column * 2) : 0u;
+            }
+            mma<kType>(products, q_frag, k_frag[0], k_frag[1]);
+        }
+        k += 8 * k_row_bytes;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                if (rows[half]) s_frag[4 * n + 2 * half + c] = products[2 * half + c];
             }
         }
     }

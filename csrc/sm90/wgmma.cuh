@@ -53,12 +53,14 @@ __device__ __forceinline__ void multiply_ss(float (&d)[kN / 2], uint64_t a, uint
     }
 }
 
-// d (64 x kN) += a (64 x 16, packed pairs in registers) b (16 x kN, rows of kN values). Asynchronous.
+// d (64 x kN) = a (64 x 16, packed pairs in registers) b (16 x kN, rows of kN values), or += with accumulate.
+// Asynchronous.
 template <DataType kType, int kN>
-__device__ __forceinline__ void multiply_rs(float (&d)[kN / 2], const uint32_t* a, uint64_t b) {
+__device__ __forceinline__ void multiply_rs(float (&d)[kN / 2], const uint32_t* a, uint64_t b, bool accumulate = true) {
     static_assert(CuteWgmma<kType, kN>::kExists);
+    const auto scale = accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero;
     [&]<size_t... kIndex>(std::index_sequence<kIndex...>) {
-        CuteWgmma<kType, kN>::Rs::fma(a[0], a[1], a[2], a[3], b, d[kIndex]..., cute::SM90::GMMA::ScaleOut::One);
+        CuteWgmma<kType, kN>::Rs::fma(a[0], a[1], a[2], a[3], b, d[kIndex]..., scale);
     }(std::make_index_sequence<kN / 2>{});
 }
 

@@ -6,7 +6,7 @@
 #include "params.h"
 #include "ptx/mma.cuh"
 
-namespace flash_ext::sm80 {
+namespace flash_ext {
 
 template <DataType kType>
 __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -17,4 +17,4 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint3
     }
 }
 
-}  // namespace flash_ext::sm80
+}  // namespace flash_ext

@@ -28,6 +28,7 @@ struct QueryTile {
     int32_t batch;          // of the tensors: 0 when packed
     int32_t head;
     int32_t slot;
+    int64_t number;  // sequence_head * slots + slot
 };
 
 struct HelperArguments {
@@ -35,7 +36,8 @@ struct HelperArguments {
     BackwardScratch scratch;
     int64_t sequence_heads;
     int64_t slots;
-    int32_t block_m;
+    ScratchShape shape;
+    int32_t block_m;  // of shape
 };
 
 // False: nothing to do for this CTA.
@@ -45,6 +47,7 @@ __device__ __forceinline__ bool find_query_tile(const HelperArguments& arguments
     if (position >= static_cast<uint64_t>(arguments.sequence_heads) * arguments.slots) return false;
     tile.sequence_head = static_cast<int64_t>(position / arguments.slots);
     tile.slot = static_cast<int32_t>(position - tile.sequence_head * arguments.slots);
+    tile.number = static_cast<int64_t>(position);
     const bool packed = attention.cu_seqlens_q != nullptr;
     tile.batch = packed ? 0 : static_cast<int32_t>(tile.sequence_head / attention.heads_q);
     tile.head = static_cast<int32_t>(tile.sequence_head - static_cast<int64_t>(tile.batch) * attention.heads_q);
@@ -112,6 +115,9 @@ __global__ void __launch_bounds__(kThreads)
     const bool has_sink = attention.sinks != nullptr;
     const float sink = has_sink ? load_as_float(attention.sinks, attention.sinks_dtype, tile.head) : 0.f;
 
+    const bool tiled = arguments.shape.tile_columns != 0;
+    float* const tile_terms = reinterpret_cast<float*>(arguments.scratch.row_terms + tile.number * arguments.block_m);
+
     float dsink = 0.f;
     for (int base = 0; base < rows; base += rows_per_pass) {  // uniform: lanes_sum needs the whole warp
         const int row = base + threadIdx.x / lanes;
@@ -128,13 +134,30 @@ __global__ void __launch_bounds__(kThreads)
             const float lse = attention.lse[first_row + row];
             const bool is_empty = lse == minus_infinity();  // no key and no sink: the gradient of lse is ignored
             const float delta = is_empty ? 0.f : sum - (dlse == nullptr ? 0.f : dlse[row * params.dlse_stride_row]);
-            arguments.scratch.row_terms[first_row + row] = {is_empty ? -minus_infinity() : lse * kLog2E, delta};
+            const float2 terms{is_empty ? -minus_infinity() : lse * kLog2E, delta};
+            if (tiled) {
+                tile_terms[row] = terms.x;
+                tile_terms[arguments.block_m + row] = terms.y;
+            } else {
+                arguments.scratch.row_terms[first_row + row] = terms;
+            }
             if (has_sink && !is_empty) dsink -= exp2f((sink - lse) * kLog2E) * delta;
         }
     }
     // dq of this tile's rows; of slack too, it costs nothing more.
     const int all_rows = max(min(tile.rows.sequence.length - tile.rows.begin, arguments.block_m), 0);
-    const int chunks = attention.head_dim / 4;
+    if (tiled && all_rows > 0) {
+        for (int row = max(rows, 0) + threadIdx.x; row < arguments.block_m; row += kThreads) {
+            tile_terms[row] = -minus_infinity();
+            tile_terms[arguments.block_m + row] = 0.f;
+        }
+        const int elements = arguments.block_m * arguments.shape.tile_columns;
+        float* dq = arguments.scratch.dq + tile.number * elements;
+        for (int i = threadIdx.x * 4; i < elements; i += kThreads * 4) {
+            *reinterpret_cast<float4*>(dq + i) = float4{0.f, 0.f, 0.f, 0.f};
+        }
+    }
+    const int chunks = tiled ? 0 : attention.head_dim / 4;
     for (int i = threadIdx.x; i < all_rows * chunks; i += kThreads) {
         const int row = i % all_rows, chunk = i / all_rows;
         *reinterpret_cast<float4*>(arguments.scratch.dq + dq_scratch_offset(first_row + row, attention.head_dim) +
@@ -183,6 +206,56 @@ __global__ void __launch_bounds__(kThreads)
     }
 }
 
+// The same from tiles.
+__global__ void __launch_bounds__(kThreads)
+    backward_postprocess_tiles_kernel(const __grid_constant__ HelperArguments arguments) {
+    QueryTile tile;
+    if (!find_query_tile(arguments, tile)) return;
+    const BackwardParams& params = arguments.params;
+    const ForwardParams& attention = params.attention;
+    const ScratchShape& shape = arguments.shape;
+    const int rows = min(tile.rows.sequence.length - tile.rows.begin, shape.block_m);
+    const int rows_used = min(tile.rows.sequence.used - tile.rows.begin, shape.block_m);
+    if (rows <= 0) return;
+    const int first = tile.rows.sequence.start + tile.rows.begin;
+    char* dq = static_cast<char*>(params.dq.data) + row_offset(params.dq, tile.batch, first, tile.head) * 2;
+    const float* sums = arguments.scratch.dq + tile.number * shape.block_m * shape.tile_columns;
+    // A thread takes 8 columns of rows `row` and `row + 8`, which a quad held; its neighbours take the next columns.
+    const int groups = attention.head_dim / 8;
+    const auto round = [&](float low, float high) {
+        low *= attention.softmax_scale;
+        high *= attention.softmax_scale;
+        return attention.dtype == DataType::kFloat16 ? pack<DataType::kFloat16>(low, high)
+                                                     : pack<DataType::kBFloat16>(low, high);
+    };
+    for (int i = threadIdx.x; i < shape.block_m / 2 * groups; i += kThreads) {
+        const int column = i % groups * 8, quad = i / groups % 32, part_row = i / groups / 32 * 64;
+        const int row = part_row + quad / 8 * 16 + quad % 8;
+        const float* part =
+            sums + part_row * shape.tile_columns + column / shape.part_columns * 64 * shape.part_columns;
+        const float4* lanes =
+            reinterpret_cast<const float4*>(part) + column % shape.part_columns / 8 * 128 + quad * 4;
+        float4 values[4];
+        if (row < rows_used) {
+#pragma unroll
+            for (int lane = 0; lane < 4; ++lane) values[lane] = lanes[lane];
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int here = row + half * 8;
+            if (here >= rows) continue;
+            uint4 packed{0u, 0u, 0u, 0u};
+            if (here < rows_used) {
+                packed = half == 0 ? uint4{round(values[0].x, values[0].y), round(values[1].x, values[1].y),
+                                           round(values[2].x, values[2].y), round(values[3].x, values[3].y)}
+                                   : uint4{round(values[0].z, values[0].w), round(values[1].z, values[1].w),
+                                           round(values[2].z, values[2].w), round(values[3].z, values[3].w)};
+            }
+            *reinterpret_cast<uint4*>(dq + here * params.dq.stride_row * 2 + column * 2) = packed;
+        }
+    }
+}
+
 // One CTA per query head.
 __global__ void __launch_bounds__(kThreads) backward_sinks_kernel(const __grid_constant__ HelperArguments arguments) {
     const ForwardParams& attention = arguments.params.attention;
@@ -202,9 +275,10 @@ __global__ void __launch_bounds__(kThreads) backward_sinks_kernel(const __grid_c
     }
 }
 
-HelperArguments helper_arguments(const BackwardParams& params, const BackwardScratch& scratch, int block_m) {
-    return {params, scratch, sequence_heads(params.attention), backward_query_slots(params.attention, block_m),
-            block_m};
+HelperArguments helper_arguments(const BackwardParams& params, const BackwardScratch& scratch,
+                                 const ScratchShape& shape) {
+    return {params, scratch, sequence_heads(params.attention), backward_query_slots(params.attention, shape.block_m),
+            shape,  shape.block_m};
 }
 
 cudaError_t launch(const void* kernel, dim3 grid, HelperArguments& arguments, cudaStream_t stream) {
@@ -217,18 +291,20 @@ struct ScratchLayout {
     int64_t dq, row_terms, dsinks, ticket, turns, size;
 };
 
-ScratchLayout scratch_layout(const BackwardParams& params, int block_m) {
+ScratchLayout scratch_layout(const BackwardParams& params, const ScratchShape& shape) {
     const ForwardParams& attention = params.attention;
     const int64_t rows = sequence_heads(attention) * attention.seqlen_q;
-    const int64_t tiles = sequence_heads(attention) * backward_query_slots(attention, block_m);
+    const int64_t tiles = sequence_heads(attention) * backward_query_slots(attention, shape.block_m);
     ScratchLayout layout{};
     const auto take = [&](int64_t bytes) {
         const int64_t start = layout.size;
         layout.size += (bytes + 255) / 256 * 256;
         return start;
     };
-    layout.dq = take(dq_scratch_elements(rows, attention.head_dim) * 4);
-    layout.row_terms = take(rows * 8);
+    const bool tiled = shape.tile_columns != 0;
+    layout.dq = take(tiled ? tiles * shape.block_m * shape.tile_columns * 4
+                           : dq_scratch_elements(rows, attention.head_dim) * 4);
+    layout.row_terms = take((tiled ? tiles * shape.block_m : rows) * 8);
     layout.dsinks = take(attention.sinks != nullptr ? tiles * 4 : 0);
     // turns right behind the ticket: one clear serves both.
     layout.ticket = take(attention.deterministic ? 256 + tiles * 4 : 0);
@@ -243,12 +319,12 @@ int64_t backward_query_slots(const ForwardParams& attention, int block_m) {
                                 : (static_cast<int64_t>(attention.seqlen_q) + block_m - 1) / block_m;
 }
 
-int64_t backward_scratch_size(const BackwardParams& params, int block_m) {
-    return scratch_layout(params, block_m).size;
+int64_t backward_scratch_size(const BackwardParams& params, const ScratchShape& shape) {
+    return scratch_layout(params, shape).size;
 }
 
-BackwardScratch backward_scratch(const BackwardParams& params, int block_m, void* workspace) {
-    const ScratchLayout layout = scratch_layout(params, block_m);
+BackwardScratch backward_scratch(const BackwardParams& params, const ScratchShape& shape, void* workspace) {
+    const ScratchLayout layout = scratch_layout(params, shape);
     char* base = static_cast<char*>(workspace);
     BackwardScratch scratch{};
     scratch.dq = reinterpret_cast<float*>(base + layout.dq);
@@ -261,9 +337,9 @@ BackwardScratch backward_scratch(const BackwardParams& params, int block_m, void
     return scratch;
 }
 
-cudaError_t launch_backward_preprocess(const BackwardParams& params, const BackwardScratch& scratch, int block_m,
+cudaError_t launch_backward_preprocess(const BackwardParams& params, const BackwardScratch& scratch, const ScratchShape& shape,
                                        cudaStream_t stream) {
-    HelperArguments arguments = helper_arguments(params, scratch, block_m);
+    HelperArguments arguments = helper_arguments(params, scratch, shape);
     const int64_t tiles = arguments.sequence_heads * arguments.slots;
     if (tiles == 0) return cudaSuccess;
     if (scratch.turns != nullptr) {
@@ -273,13 +349,15 @@ cudaError_t launch_backward_preprocess(const BackwardParams& params, const Backw
     return launch(reinterpret_cast<const void*>(&backward_preprocess_kernel), linear_grid(tiles), arguments, stream);
 }
 
-cudaError_t launch_backward_postprocess(const BackwardParams& params, const BackwardScratch& scratch, int block_m,
+cudaError_t launch_backward_postprocess(const BackwardParams& params, const BackwardScratch& scratch, const ScratchShape& shape,
                                         cudaStream_t stream) {
-    HelperArguments arguments = helper_arguments(params, scratch, block_m);
+    HelperArguments arguments = helper_arguments(params, scratch, shape);
     const int64_t tiles = arguments.sequence_heads * arguments.slots;
     if (tiles > 0) {
         const cudaError_t error =
-            launch(reinterpret_cast<const void*>(&backward_postprocess_kernel), linear_grid(tiles), arguments, stream);
+            launch(shape.tile_columns != 0 ? reinterpret_cast<const void*>(&backward_postprocess_tiles_kernel)
+                                           : reinterpret_cast<const void*>(&backward_postprocess_kernel),
+                   linear_grid(tiles), arguments, stream);
         if (error != cudaSuccess) return error;
     }
     if (params.dsinks == nullptr || params.attention.heads_q == 0) return cudaSuccess;

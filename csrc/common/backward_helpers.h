@@ -9,12 +9,26 @@
 
 namespace flash_ext {
 
+// How a path's kernel wants dQ and the row terms. Rows: as dq_scratch.cuh says, rows of all sequences without a gap.
+// Tiles: each query tile of each head by itself, whole even where its sequence ends, parts of 64 rows x part_columns one
+// behind the other (columns are the faster), a part in the order in which the 128 threads of a warpgroup hold the
+// accumulator of an m64nN product: 4 elements of each thread, then the next 4.
+struct ScratchShape {
+    int32_t block_m;       // query rows of a tile
+    int32_t tile_columns;  // of dQ that a tile holds, at least head_dim; 0: rows
+    int32_t part_columns;
+
+    constexpr ScratchShape(int32_t block_m, int32_t tile_columns = 0, int32_t part_columns = 0)
+        : block_m(block_m), tile_columns(tile_columns), part_columns(part_columns) {}
+};
+
 // Global memory of one backward call, cut from the workspace. Nothing is kept between calls.
 struct BackwardScratch {
-    float* dq;  // (batch, heads_q, seqlen_q, head_dim) or (heads_q, total_q, head_dim): sum of dS K, unscaled; within
-                // 8 columns in the order 0 2 4 6 1 3 5 7 (what a quad adds at once lies together)
-    float2* row_terms;  // like lse: (lse * log2(e), or +inf where lse is -inf so that exp2(score - x) is 0;
-                        // rowsum(dO * O) - dlse)
+    float* dq;  // rows: (batch, heads_q, seqlen_q, head_dim) or (heads_q, total_q, head_dim); tiles: (batch, heads_q,
+                // query slots, block_m x tile_columns) or (heads_q, query slots, ...): sum of dS K, unscaled
+    float2* row_terms;  // rows: like lse: (lse * log2(e), or +inf where lse is -inf so that exp2(score - x) is 0;
+                        // rowsum(dO * O) - dlse); tiles: block_m of the former, then block_m of the latter, for each
+                        // tile, (+inf, 0) behind the sequence's end
     float* dsinks;      // (heads_q, batch * query slots) dense or (heads_q, query slots): sums of a query tile
     int32_t* turns;     // (batch, heads_q, query slots) or (heads_q, query slots): how many key blocks have added to a
                         // query tile's dq; nullptr: not deterministic
@@ -25,15 +39,15 @@ struct BackwardScratch {
 int64_t backward_query_slots(const ForwardParams& attention, int block_m);
 
 // Bytes of workspace, and its division.
-int64_t backward_scratch_size(const BackwardParams& params, int block_m);
-BackwardScratch backward_scratch(const BackwardParams& params, int block_m, void* workspace);
+int64_t backward_scratch_size(const BackwardParams& params, const ScratchShape& shape);
+BackwardScratch backward_scratch(const BackwardParams& params, const ScratchShape& shape, void* workspace);
 
 // Clears dq, turns and ticket; fills row_terms and the tiles' sums for dsinks.
-cudaError_t launch_backward_preprocess(const BackwardParams& params, const BackwardScratch& scratch, int block_m,
+cudaError_t launch_backward_preprocess(const BackwardParams& params, const BackwardScratch& scratch, const ScratchShape& shape,
                                        cudaStream_t stream);
 
 // Scales and rounds dq, writes 0 to rows outside the sequences, adds up dsinks in a fixed order.
-cudaError_t launch_backward_postprocess(const BackwardParams& params, const BackwardScratch& scratch, int block_m,
+cudaError_t launch_backward_postprocess(const BackwardParams& params, const BackwardScratch& scratch, const ScratchShape& shape,
                                         cudaStream_t stream);
 
 }  // namespace flash_ext

@@ -24,12 +24,14 @@ __device__ __forceinline__ int elements_before(int limit) {
 }
 
 // -inf where a row does not see a key. A word holds the visibility of 32 elements (128 keys), so that an element costs
-// one predicated move, whatever the bounds.
+// one predicated move, whatever the bounds. Rows from row_end on see no key.
 template <int kCount>
-__device__ __forceinline__ void mask_scores(float (&s_frag)[kCount], const Mask& mask, Place place, int first_key) {
+__device__ __forceinline__ void mask_scores(float (&s_frag)[kCount], const Mask& mask, Place place, int first_key,
+                                            int row_end = INT32_MAX) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const KeyRange keys = mask.visible(place.row + half * 8);
+        KeyRange keys = mask.visible(place.row + half * 8);
+        if (place.row + half * 8 >= row_end) keys.end = 0;
         const int begin = elements_before(keys.begin - first_key - place.column);
         const int end = elements_before(keys.end - first_key - place.column);
 #pragma unroll

@@ -1,0 +1,23 @@
+// cp.async.bulk: what cute/arch/copy_sm90_tma.hpp leaves out.
+#pragma once
+
+#include <stdint.h>
+
+namespace flash_ext::ptx {
+
+// PTX ISA 9.7.9.25.5.2 (cp.reduce.async.bulk, .add.f32). Adds `bytes` (a multiple of 16) of shared memory to global
+// memory, in this thread's bulk group.
+__device__ __forceinline__ void cp_reduce_async_bulk_add_f32(float* address, uint32_t source_smem, uint32_t bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(address),
+                 "r"(source_smem), "r"(bytes)
+                 : "memory");
+}
+
+// PTX ISA 9.7.9.25.3 (cp.async.bulk.wait_group). At most kPending of this thread's groups of bulk copies are not
+// complete: what the others wrote is in place. (With .read, which cute has, their sources alone are free.)
+template <int kPending>
+__device__ __forceinline__ void cp_async_bulk_wait_group() {
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+}  // namespace flash_ext::ptx

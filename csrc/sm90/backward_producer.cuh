@@ -1,0 +1,160 @@
+// The producer warps of the sm90 backward: K, V, then Q, dO and the terms of their rows; and dQ on its way out.
+#pragma once
+
+#include <stdint.h>
+
+#include <cutlass/arch/barrier.h>
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "ptx/cp_async_bulk.cuh"
+#include "ptx/memory.cuh"
+#include "sm90/backward_shape.cuh"
+#include "sm90/backward_work.cuh"
+#include "sm90/tensor_map.cuh"
+#include "sm90/wgmma.cuh"
+
+namespace flash_ext::sm90 {
+
+template <class Shape>
+struct BackwardProducer : Shape {
+    using Shape::kBlockM, Shape::kBlockN, Shape::kStages, Shape::kWarpgroups;
+    using Shape::kPanels, Shape::kPanelsV, Shape::kQBytes, Shape::kDoutBytes, Shape::kTermsBytes;
+    using Shape::kVOffset, Shape::kQOffset, Shape::kDoutOffset, Shape::kTermsOffset, Shape::kDqOffset;
+    using Shape::kDqPartBytes;
+    using typename Shape::Control;
+
+    // One thread: starts the copies of kTileRows rows into shared memory.
+    template <int kTileRows, int kTilePanels>
+    __device__ __forceinline__ static void load(const TensorMap& tensor, uint64_t* barrier, unsigned char* tile_smem,
+                                                int row, int head, int batch) {
+        constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+        const int head_coordinate = head * tensor.head_step, batch_coordinate = batch * tensor.batch_step;
+        const bool has_rows = tensor.row_step != 0;  // else all rows are one, and a box has one row
+        const int boxes = has_rows ? 1 : kTileRows;
+        if (!has_rows) row = 0;
+#pragma unroll 1
+        for (int i = 0; i < boxes; ++i) {
+#pragma unroll
+            for (int panel = 0; panel < kTilePanels; ++panel) {
+                cute::SM90_TMA_LOAD_4D::copy(&tensor.map, barrier, kHint,
+                                             tile_smem + (panel * kTileRows + i) * kPanelRowBytes,
+                                             panel * kPanelColumns, row, head_coordinate, batch_coordinate);
+            }
+        }
+    }
+
+    // One warp: zeros to the rows of a tile from `rows` on.
+    template <int kTileRows, int kTilePanels>
+    __device__ __forceinline__ static void clear_tail(unsigned char* tile_smem, int rows, int lane) {
+#pragma unroll 1
+        for (int panel = 0; panel < kTilePanels; ++panel) {
+            unsigned char* panel_smem = tile_smem + panel * kTileRows * kPanelRowBytes;
+#pragma unroll 1
+            for (int i = rows * kPanelRowBytes + lane * 16; i < kTileRows * kPanelRowBytes; i += 32 * 16) {
+                *reinterpret_cast<uint4*>(panel_smem + i) = uint4{};
+            }
+        }
+    }
+
+    // One warp. A tile with a tail of garbage lands at a barrier of its own and is handed on with zeros there.
+    template <int kTileRows, int kTilePanels>
+    __device__ __forceinline__ static void load_clean(const TensorMap& tensor, uint64_t* full, Control& control,
+                                                      uint32_t& landed_phase, unsigned char* tile_smem, int row,
+                                                      int head, int batch, int rows, bool tail_is_garbage, int lane) {
+        const bool has_garbage = tail_is_garbage && rows < kTileRows;
+        uint64_t* const barrier = has_garbage ? &control.landed : full;
+        if (lane == 0) {
+            TransactionBarrier::arrive_and_expect_tx(barrier, kTilePanels * kTileRows * kPanelRowBytes);
+            load<kTileRows, kTilePanels>(tensor, barrier, tile_smem, row, head, batch);
+        }
+        if (has_garbage) {
+            Barrier::wait(&control.landed, landed_phase);
+            landed_phase ^= 1;
+            clear_tail<kTileRows, kTilePanels>(tile_smem, rows, lane);
+            cutlass::arch::fence_view_async_shared();  // wgmma reads through the async proxy
+            __syncwarp();
+            if (lane == 0) Barrier::arrive(full);
+        }
+    }
+
+    // One warp.
+    __device__ __forceinline__ static void load_all(const BackwardArguments& arguments, unsigned char* smem,
+                                                    Control& control, int lane) {
+        const ForwardParams& attention = arguments.params.attention;
+        const volatile BackwardWork& work = control.work;
+        const int batch = work.batch, rows_used = work.rows_used, key_row = work.keys_start + work.begin;
+        uint32_t landed_phase = 0;
+        QueryWalk walk(attention, work);
+        if (walk.left <= 0) return;
+        load_clean<kBlockN, kPanels>(arguments.k, &control.k_full, control, landed_phase, smem, key_row, work.head_k,
+                                     batch, rows_used, arguments.key_tail_is_garbage, lane);
+        bool is_first = true;
+        Ring<kStages> ring;
+#pragma unroll 1
+        for (; walk.left > 0; walk.advance()) {
+            const int first = walk.block * kBlockM, rows = work.queries_used - first;
+            const int row = work.queries_start + first;
+            Barrier::wait(&control.q_empty[ring.index], ring.phase ^ 1);
+            if (lane == 0) {
+                TransactionBarrier::expect_transaction(&control.q_full[ring.index], kTermsBytes);
+                cute::SM90_BULK_COPY_G2S::copy(
+                    arguments.scratch.row_terms + scratch_tile(arguments, work, walk.head, walk.block) * kBlockM,
+                    &control.q_full[ring.index], smem + kTermsOffset + ring.index * kTermsBytes, kTermsBytes);
+            }
+            load_clean<kBlockM, kPanels>(arguments.q, &control.q_full[ring.index], control, landed_phase,
+                                         smem + kQOffset + ring.index * kQBytes, row, walk.head, batch, rows,
+                                         arguments.query_tail_is_garbage, lane);
+            if (is_first) {
+                load_clean<kBlockN, kPanelsV>(arguments.v, &control.v_full, control, landed_phase, smem + kVOffset,
+                                              key_row, work.head_k, batch, rows_used, arguments.key_tail_is_garbage,
+                                              lane);
+            }
+            is_first = false;
+            Barrier::wait(&control.dout_empty[ring.index], ring.phase ^ 1);
+            load_clean<kBlockM, kPanelsV>(arguments.dout, &control.dout_full[ring.index], control, landed_phase,
+                                          smem + kDoutOffset + ring.index * kDoutBytes, row, walk.head, batch, rows,
+                                          arguments.query_tail_is_garbage, lane);
+            ring.advance();
+        }
+    }
+
+    // One thread: adds a warpgroup's part of every dQ to the scratch.
+    __device__ __forceinline__ static void reduce_dq(const BackwardArguments& arguments, unsigned char* smem,
+                                                     Control& control, int warpgroup) {
+        const volatile BackwardWork& work = control.work;
+        const bool deterministic = arguments.scratch.turns != nullptr;
+        const uint32_t part_smem = cute::cast_smem_ptr_to_uint(smem) + kDqOffset + warpgroup * kDqPartBytes;
+        uint32_t phase = 0;
+#pragma unroll 1
+        for (QueryWalk walk(arguments.params.attention, work); walk.left > 0; walk.advance()) {
+            const int64_t tile = scratch_tile(arguments, work, walk.head, walk.block);
+            Barrier::wait(&control.dq_full[warpgroup], phase);
+            phase ^= 1;
+            if (deterministic) wait_turn(arguments, work, tile, walk.block);
+            float* part = arguments.scratch.dq + (tile * kWarpgroups + warpgroup) * (kDqPartBytes / 4);
+            ptx::cp_reduce_async_bulk_add_f32(part, part_smem, kDqPartBytes);
+            cute::tma_store_arrive();
+            if (deterministic) {
+                ptx::cp_async_bulk_wait_group<0>();  // the additions are made, not only their source read
+                ptx::red_release_gpu_add(arguments.scratch.turns + tile, 1);
+            } else {
+                cute::tma_store_wait<0>();
+            }
+            Barrier::arrive(&control.dq_empty[warpgroup]);
+        }
+        ptx::cp_async_bulk_wait_group<0>();
+    }
+
+  private:
+    // Until the key blocks before this one have added to the query tile, each with all its warpgroups.
+    __device__ __forceinline__ static void wait_turn(const BackwardArguments& arguments,
+                                                     const volatile BackwardWork& work, int64_t tile, int block) {
+        const Mask mask{arguments.bounds, work.keys_used - work.queries_used, work.keys_used};
+        const int begin = block * kBlockM, end = min(begin + kBlockM, static_cast<int>(work.queries_used));
+        const int mine = (work.begin / kBlockN - key_blocks(mask, begin, end, kBlockN).begin) * kWarpgroups;
+        while (ptx::ld_acquire_gpu(arguments.scratch.turns + tile) < mine) {
+        }
+    }
+};
+
+}  // namespace flash_ext::sm90

@@ -82,39 +82,38 @@ struct BackwardProducer : Shape {
                                                     Control& control, int lane) {
         const ForwardParams& attention = arguments.params.attention;
         const volatile BackwardWork& work = control.work;
-        const int batch = work.batch, rows_used = work.rows_used, key_row = work.keys_start + work.begin;
         uint32_t landed_phase = 0;
         QueryWalk walk(attention, work);
         if (walk.left <= 0) return;
-        load_clean<kBlockN, kPanels>(arguments.k, &control.k_full, control, landed_phase, smem, key_row, work.head_k,
-                                     batch, rows_used, arguments.key_tail_is_garbage, lane);
-        bool is_first = true;
-        Ring<kStages> ring;
+        load_clean<kBlockN, kPanels>(arguments.k, &control.k_full, control, landed_phase, smem,
+                                     work.keys_start + work.begin, work.head_k, work.batch, work.rows_used,
+                                     arguments.key_tail_is_garbage, lane);
+        uint32_t number = 0;  // of the step
 #pragma unroll 1
         for (; walk.left > 0; walk.advance()) {
             const int first = walk.block * kBlockM, rows = work.queries_used - first;
             const int row = work.queries_start + first;
-            Barrier::wait(&control.q_empty[ring.index], ring.phase ^ 1);
+            const uint32_t stage = number % kStages, phase = number / kStages & 1;
+            Barrier::wait(&control.q_empty[stage], phase ^ 1);
             if (lane == 0) {
-                TransactionBarrier::expect_transaction(&control.q_full[ring.index], kTermsBytes);
+                TransactionBarrier::expect_transaction(&control.q_full[stage], kTermsBytes);
                 cute::SM90_BULK_COPY_G2S::copy(
                     arguments.scratch.row_terms + scratch_tile(arguments, work, walk.head, walk.block) * kBlockM,
-                    &control.q_full[ring.index], smem + kTermsOffset + ring.index * kTermsBytes, kTermsBytes);
+                    &control.q_full[stage], smem + kTermsOffset + stage * kTermsBytes, kTermsBytes);
             }
-            load_clean<kBlockM, kPanels>(arguments.q, &control.q_full[ring.index], control, landed_phase,
-                                         smem + kQOffset + ring.index * kQBytes, row, walk.head, batch, rows,
+            load_clean<kBlockM, kPanels>(arguments.q, &control.q_full[stage], control, landed_phase,
+                                         smem + kQOffset + stage * kQBytes, row, walk.head, work.batch, rows,
                                          arguments.query_tail_is_garbage, lane);
-            if (is_first) {
+            if (number == 0) {
                 load_clean<kBlockN, kPanelsV>(arguments.v, &control.v_full, control, landed_phase, smem + kVOffset,
-                                              key_row, work.head_k, batch, rows_used, arguments.key_tail_is_garbage,
-                                              lane);
+                                              work.keys_start + work.begin, work.head_k, work.batch,
+                                              work.rows_used, arguments.key_tail_is_garbage, lane);
             }
-            is_first = false;
-            Barrier::wait(&control.dout_empty[ring.index], ring.phase ^ 1);
-            load_clean<kBlockM, kPanelsV>(arguments.dout, &control.dout_full[ring.index], control, landed_phase,
-                                          smem + kDoutOffset + ring.index * kDoutBytes, row, walk.head, batch, rows,
+            Barrier::wait(&control.dout_empty[stage], phase ^ 1);
+            load_clean<kBlockM, kPanelsV>(arguments.dout, &control.dout_full[stage], control, landed_phase,
+                                          smem + kDoutOffset + stage * kDoutBytes, row, walk.head, work.batch, rows,
                                           arguments.query_tail_is_garbage, lane);
-            ring.advance();
+            ++number;
         }
     }
 

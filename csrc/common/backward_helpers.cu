@@ -233,8 +233,7 @@ __global__ void __launch_bounds__(kThreads)
         const int row = part_row + quad / 8 * 16 + quad % 8;
         const float* part =
             sums + part_row * shape.tile_columns + column / shape.part_columns * 64 * shape.part_columns;
-        const float4* lanes =
-            reinterpret_cast<const float4*>(part) + column % shape.part_columns / 8 * 128 + quad * 4;
+        const float4* lanes = reinterpret_cast<const float4*>(part) + column % shape.part_columns / 8 * 128 + quad * 4;
         float4 values[4];
         if (row < rows_used) {
 #pragma unroll
@@ -277,8 +276,9 @@ __global__ void __launch_bounds__(kThreads) backward_sinks_kernel(const __grid_c
 
 HelperArguments helper_arguments(const BackwardParams& params, const BackwardScratch& scratch,
                                  const ScratchShape& shape) {
-    return {params, scratch, sequence_heads(params.attention), backward_query_slots(params.attention, shape.block_m),
-            shape,  shape.block_m};
+    return {
+        params, scratch,      sequence_heads(params.attention), backward_query_slots(params.attention, shape.block_m),
+        shape,  shape.block_m};
 }
 
 cudaError_t launch(const void* kernel, dim3 grid, HelperArguments& arguments, cudaStream_t stream) {
@@ -337,8 +337,8 @@ BackwardScratch backward_scratch(const BackwardParams& params, const ScratchShap
     return scratch;
 }
 
-cudaError_t launch_backward_preprocess(const BackwardParams& params, const BackwardScratch& scratch, const ScratchShape& shape,
-                                       cudaStream_t stream) {
+cudaError_t launch_backward_preprocess(const BackwardParams& params, const BackwardScratch& scratch,
+                                       const ScratchShape& shape, cudaStream_t stream) {
     HelperArguments arguments = helper_arguments(params, scratch, shape);
     const int64_t tiles = arguments.sequence_heads * arguments.slots;
     if (tiles == 0) return cudaSuccess;
@@ -349,8 +349,8 @@ cudaError_t launch_backward_preprocess(const BackwardParams& params, const Backw
     return launch(reinterpret_cast<const void*>(&backward_preprocess_kernel), linear_grid(tiles), arguments, stream);
 }
 
-cudaError_t launch_backward_postprocess(const BackwardParams& params, const BackwardScratch& scratch, const ScratchShape& shape,
-                                        cudaStream_t stream) {
+cudaError_t launch_backward_postprocess(const BackwardParams& params, const BackwardScratch& scratch,
+                                        const ScratchShape& shape, cudaStream_t stream) {
     HelperArguments arguments = helper_arguments(params, scratch, shape);
     const int64_t tiles = arguments.sequence_heads * arguments.slots;
     if (tiles > 0) {

@@ -10,8 +10,8 @@
 namespace flash_ext {
 
 // How a path's kernel wants dQ and the row terms. Rows: as dq_scratch.cuh says, rows of all sequences without a gap.
-// Tiles: each query tile of each head by itself, whole even where its sequence ends, parts of 64 rows x part_columns one
-// behind the other (columns are the faster), a part in the order in which the 128 threads of a warpgroup hold the
+// Tiles: each query tile of each head by itself, whole even where its sequence ends, parts of 64 rows x part_columns
+// one behind the other (columns are the faster), a part in the order in which the 128 threads of a warpgroup hold the
 // accumulator of an m64nN product: 4 elements of each thread, then the next 4.
 struct ScratchShape {
     int32_t block_m;       // query rows of a tile
@@ -43,11 +43,11 @@ int64_t backward_scratch_size(const BackwardParams& params, const ScratchShape& 
 BackwardScratch backward_scratch(const BackwardParams& params, const ScratchShape& shape, void* workspace);
 
 // Clears dq, turns and ticket; fills row_terms and the tiles' sums for dsinks.
-cudaError_t launch_backward_preprocess(const BackwardParams& params, const BackwardScratch& scratch, const ScratchShape& shape,
-                                       cudaStream_t stream);
+cudaError_t launch_backward_preprocess(const BackwardParams& params, const BackwardScratch& scratch,
+                                       const ScratchShape& shape, cudaStream_t stream);
 
 // Scales and rounds dq, writes 0 to rows outside the sequences, adds up dsinks in a fixed order.
-cudaError_t launch_backward_postprocess(const BackwardParams& params, const BackwardScratch& scratch, const ScratchShape& shape,
-                                        cudaStream_t stream);
+cudaError_t launch_backward_postprocess(const BackwardParams& params, const BackwardScratch& scratch,
+                                        const ScratchShape& shape, cudaStream_t stream);
 
 }  // namespace flash_ext

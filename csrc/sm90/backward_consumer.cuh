@@ -20,10 +20,10 @@ namespace flash_ext::sm90 {
 template <class Shape>
 struct BackwardConsumer : Shape {
     using Shape::kBlockM, Shape::kBlockN, Shape::kStages, Shape::kRows, Shape::kDataType, Shape::kHeadDim;
-    using Shape::kHeadDimV, Shape::kLag, Shape::kDqByRows, Shape::kDqColumns, Shape::kDqPartBytes;
-    using Shape::kVOffset, Shape::kQOffset, Shape::kDoutOffset, Shape::kDsOffset, Shape::kDqOffset;
-    using Shape::kTermsOffset, Shape::kTermsBytes, Shape::kQBytes, Shape::kDoutBytes, Shape::kDsBytes;
     using Shape::kDsBuffers;
+    using Shape::kHeadDimV, Shape::kIsRich, Shape::kLag, Shape::kDqByRows, Shape::kDqColumns, Shape::kDqPartBytes;
+    using Shape::kTermsOffset, Shape::kTermsBytes, Shape::kQBytes, Shape::kDoutBytes, Shape::kDsBytes;
+    using Shape::kVOffset, Shape::kQOffset, Shape::kDoutOffset, Shape::kDsOffset, Shape::kDqOffset;
     using typename Shape::Control, typename Shape::ScoreFragment, typename Shape::PackedFragment;
     using typename Shape::DkFragment, typename Shape::DvFragment, typename Shape::DqFragment;
 
@@ -42,11 +42,12 @@ struct BackwardConsumer : Shape {
         const uint64_t q_rows = panel_descriptor(smem_address + kQOffset, kBlockM * kPanelRowBytes);
         const uint64_t dout_rows = panel_descriptor(smem_address + kDoutOffset, kBlockM * kPanelRowBytes);
         // dQ: its part's rows of dS, its part's columns of K.
-        const int dq_panel = kDqByRows ? 0 : warpgroup * kDqColumns / kPanelColumns;
+        const int dq_column = kDqByRows ? 0 : warpgroup * kDqColumns;
         const uint64_t ds_columns =
             panel_descriptor(smem_address + kDsOffset + (kDqByRows ? warpgroup : 0) * kBlockN * kPanelRowBytes, 0);
-        const uint64_t k_columns =
-            panel_descriptor(smem_address + dq_panel * kBlockN * kPanelRowBytes, kBlockN * kPanelRowBytes);
+        const uint64_t k_columns = panel_descriptor(
+            smem_address + dq_column / kPanelColumns * kBlockN * kPanelRowBytes + dq_column % kPanelColumns * 2,
+            kBlockN * kPanelRowBytes);
 
         DkFragment dk_frag;
         DvFragment dv_frag;
@@ -110,12 +111,18 @@ struct BackwardConsumer : Shape {
             cutlass::arch::fence_view_async_shared();  // the bulk reduction reads through the async proxy
             release(&control.dq_full[warpgroup]);
         };
-        // P and dS of the block, in fp32 and packed.
+        const auto queries_mask = [&] {  // the mask seen from the keys
+            const Mask mask{arguments.bounds, work.keys_used - work.queries_used, work.keys_used};
+            return mask.transposed(work.queries_used);
+        };
+        const auto is_masked = [&](int block) {
+            return block >= work.blocks.full_end || block < work.blocks.full_begin;
+        };
+        // Raw products become P.
         const auto make_p = [&](int block, const float2* lse) {
-            if (block >= work.blocks.full_end || block < work.blocks.full_begin) {
-                const Mask mask{arguments.bounds, work.keys_used - work.queries_used, work.keys_used};
-                mask_scores(s_frag, mask.transposed(work.queries_used), Place{work.begin + row, lane % 4 * 2},
-                            block * kBlockM, work.keys_used);
+            if (is_masked(block)) {
+                mask_scores(s_frag, queries_mask(), Place{work.begin + row, lane % 4 * 2}, block * kBlockM,
+                            work.keys_used);
             }
 #pragma unroll
             for (int i = 0; i < kBlockM / 8; ++i) {
@@ -127,17 +134,94 @@ struct BackwardConsumer : Shape {
                 }
             }
         };
+        // The same with all that scores may go through. p_frag gets P as it multiplies dO (dropped scores are 0),
+        // s_frag P times the derivative of the softcap, kept a bit for each score that dropout keeps.
+        uint32_t kept[(kBlockM / 2 + 31) / 32];
+        const auto make_p_rich = [&](int head, int block, const float2* lse) {
+            const Place place{work.begin + row, lane % 4 * 2};
+            const Mask mask = queries_mask();
+            uint32_t visible[2] = {~0u, ~0u};
+            static_assert(kBlockM <= 128, "a word holds a row's elements");
+            if (is_masked(block)) {
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    visible[half] =
+                        visible_elements(mask, place.row + half * 8, work.keys_used, block * kBlockM + place.column, 0);
+                }
+            }
+            float slope_log2 = 0.f;
+            if (attention.alibi_slopes != nullptr) {
+                slope_log2 = attention.alibi_slopes[work.batch * attention.alibi_stride_batch + head] * kLog2E;
+            }
+            const bool drops = attention.rng_state != nullptr && attention.dropout_threshold > 0;
+            PhiloxKey philox{};
+            if (drops) philox = philox_key(attention.rng_state);
+            // From the diagonal to key half 0 and query 0 of this thread.
+            const float distance = static_cast<float>(place.row + mask.shift - (block * kBlockM + place.column));
+#pragma unroll
+            for (uint32_t& word : kept) word = ~0u;
+#pragma unroll
+            for (int i = 0; i < kBlockM / 8; ++i) {
+                const float2 terms = lse[i * 4];
+                float multiplied[4];  // P as it multiplies dO
+#pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    const int query = i * 8 + c;  // from place.column
+                    uint4 random{};
+                    if (drops) {
+                        random = philox4x32_7(philox, place.row / 32 * 4 + place.row % 8 / 2,
+                                              block * kBlockM + place.column + query, work.batch, head);
+                    }
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        const int element = 4 * i + 2 * half + c;
+                        float score = s_frag[element], chain = 1.f;
+                        if (attention.softcap > 0.f) {
+                            const float t = tanh_ex2(score * arguments.inner_scale);
+                            score = t * arguments.softcap_log2;
+                            chain = fmaf(-t, t, 1.f);
+                        } else {
+                            score *= arguments.scale_log2;
+                        }
+                        if (slope_log2 != 0.f) {
+                            score -= slope_log2 * fabsf(distance + static_cast<float>(half * 8 - query));
+                        }
+                        float p = ptx::ex2_approx_ftz(score - (c == 0 ? terms.x : terms.y));
+                        if ((visible[half] >> (2 * i + c) & 1) == 0) p = 0.f;
+                        s_frag[element] = p * chain;
+                        if (drops) {
+                            const int key = place.row + half * 8;
+                            if (!dropout_keeps(random, key / 8 % 4 * 2 + key % 2, attention.dropout_threshold)) {
+                                p = 0.f;
+                                kept[element / 32] &= ~(1u << element % 32);
+                            }
+                        }
+                        multiplied[2 * half + c] = p;
+                    }
+                }
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    p_frag[2 * i + half] = pack<kDataType>(multiplied[2 * half], multiplied[2 * half + 1]);
+                }
+            }
+        };
         const auto make_ds = [&](const float2* delta) {
 #pragma unroll
             for (int i = 0; i < kBlockM / 8; ++i) {
                 const float2 terms = delta[i * 4];
 #pragma unroll
                 for (int c = 0; c < 4; ++c) {
-                    dp_frag[4 * i + c] = s_frag[4 * i + c] * (dp_frag[4 * i + c] - (c % 2 ? terms.y : terms.x));
+                    float& dp = dp_frag[4 * i + c];
+                    if constexpr (kIsRich) {
+                        dp = kept[(4 * i + c) / 32] >> (4 * i + c) % 32 & 1 ? dp * arguments.dropout_scale : 0.f;
+                    }
+                    dp = s_frag[4 * i + c] * (dp - (c % 2 ? terms.y : terms.x));
                 }
 #pragma unroll
                 for (int c = 0; c < 4; c += 2) {
-                    p_frag[2 * i + c / 2] = pack<kDataType>(s_frag[4 * i + c], s_frag[4 * i + c + 1]);
+                    if constexpr (!kIsRich) {
+                        p_frag[2 * i + c / 2] = pack<kDataType>(s_frag[4 * i + c], s_frag[4 * i + c + 1]);
+                    }
                     ds_frag[2 * i + c / 2] = pack<kDataType>(dp_frag[4 * i + c], dp_frag[4 * i + c + 1]);
                 }
             }
@@ -149,8 +233,7 @@ struct BackwardConsumer : Shape {
                                       (warpgroup * kRows + thread / 32 * 16 + lane % 16) * kPanelRowBytes;
 #pragma unroll
             for (int i = 0; i < kBlockM / 16; ++i) {
-                unsigned char* chunk_smem =
-                    row_smem + i / 4 * kBlockN * kPanelRowBytes + ((i % 4 * 2) ^ swizzled) * 16;
+                unsigned char* chunk_smem = row_smem + i / 4 * kBlockN * kPanelRowBytes + ((i % 4 * 2) ^ swizzled) * 16;
                 cute::SM90_U32x4_STSM_N::copy(ds_frag[4 * i], ds_frag[4 * i + 1], ds_frag[4 * i + 2],
                                               ds_frag[4 * i + 3], *reinterpret_cast<cute::uint128_t*>(chunk_smem));
             }
@@ -177,14 +260,18 @@ struct BackwardConsumer : Shape {
         };
 
         // One query block. has_previous: dQ of the block before this one is still to be computed.
-        const auto step = [&]<bool kHasPrevious>(int block) {
-            const float2* terms = reinterpret_cast<const float2*>(smem + kTermsOffset + stage() * kTermsBytes) +
-                                  lane % 4;
+        const auto step = [&]<bool kHasPrevious>(int head, int block) {
+            const float2* terms =
+                reinterpret_cast<const float2*>(smem + kTermsOffset + stage() * kTermsBytes) + lane % 4;
             issue_scores();
             if constexpr (kHasPrevious) issue_dq(number - 1);
             cute::warpgroup_wait<kHasPrevious ? 2 : 1>();
             fence_operand(s_frag);
-            make_p(block, terms);
+            if constexpr (kIsRich) {
+                make_p_rich(head, block, terms);
+            } else {
+                make_p(block, terms);
+            }
             cute::warpgroup_wait<kHasPrevious ? 1 : 0>();
             fence_operand(dp_frag);
             make_ds(terms + kBlockM / 2);
@@ -216,11 +303,11 @@ struct BackwardConsumer : Shape {
             Barrier::wait(&control.k_full, 0);
             Barrier::wait(&control.v_full, 0);
             if constexpr (kLag) {
-                step.template operator()<false>(walk.block);
+                step.template operator()<false>(walk.head, walk.block);
                 walk.advance();
             }
 #pragma unroll 1
-            for (; walk.left > 0; walk.advance()) step.template operator()<kLag>(walk.block);
+            for (; walk.left > 0; walk.advance()) step.template operator()<kLag>(walk.head, walk.block);
             if constexpr (kLag) {
                 issue_dq(number - 1);
                 cute::warpgroup_wait<0>();
@@ -232,7 +319,8 @@ struct BackwardConsumer : Shape {
         const int batch = attention.cu_seqlens_k != nullptr ? 0 : work.batch;
         const int first = work.keys_start + work.begin;
         write_gradient(dk_frag, attention.softmax_scale, params.dk, batch, first, work, row, lane, attention.head_dim);
-        write_gradient(dv_frag, 1.f, params.dv, batch, first, work, row, lane, attention.head_dim_v);
+        write_gradient(dv_frag, kIsRich ? arguments.dropout_scale : 1.f, params.dv, batch, first, work, row, lane,
+                       attention.head_dim_v);
     }
 
   private:

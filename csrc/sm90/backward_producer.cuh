@@ -18,9 +18,9 @@ namespace flash_ext::sm90 {
 template <class Shape>
 struct BackwardProducer : Shape {
     using Shape::kBlockM, Shape::kBlockN, Shape::kStages, Shape::kWarpgroups;
+    using Shape::kDqPartBytes;
     using Shape::kPanels, Shape::kPanelsV, Shape::kQBytes, Shape::kDoutBytes, Shape::kTermsBytes;
     using Shape::kVOffset, Shape::kQOffset, Shape::kDoutOffset, Shape::kTermsOffset, Shape::kDqOffset;
-    using Shape::kDqPartBytes;
     using typename Shape::Control;
 
     // One thread: starts the copies of kTileRows rows into shared memory.
@@ -106,8 +106,8 @@ struct BackwardProducer : Shape {
                                          arguments.query_tail_is_garbage, lane);
             if (number == 0) {
                 load_clean<kBlockN, kPanelsV>(arguments.v, &control.v_full, control, landed_phase, smem + kVOffset,
-                                              work.keys_start + work.begin, work.head_k, work.batch,
-                                              work.rows_used, arguments.key_tail_is_garbage, lane);
+                                              work.keys_start + work.begin, work.head_k, work.batch, work.rows_used,
+                                              arguments.key_tail_is_garbage, lane);
             }
             Barrier::wait(&control.dout_empty[stage], phase ^ 1);
             load_clean<kBlockM, kPanelsV>(arguments.dout, &control.dout_full[stage], control, landed_phase,

@@ -39,7 +39,8 @@ struct BackwardShape {
     // dQ of a block is shared out among the warpgroups: by rows where there are 64 for each, else by columns.
     static constexpr bool kDqByRows = kBlockM == kRows * kWarpgroups;
     static constexpr int kDqColumns = kDqByRows ? kHeadDim : kHeadDim / kWarpgroups;
-    static_assert(kDqByRows || (kBlockM == kRows && kDqColumns % kPanelColumns == 0));
+    static_assert(kDqByRows ||
+                  (kBlockM == kRows && (kDqColumns % kPanelColumns == 0 || kPanelColumns % kDqColumns == 0)));
     static constexpr int kDqPartBytes = kRows * kDqColumns * 4;  // of one warpgroup
 
     static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;
@@ -74,8 +75,8 @@ struct BackwardShape {
     };
     static constexpr int64_t kSharedMemory = kControlOffset + sizeof(Control);
 
-    using ScoreFragment = float[kBlockM / 2];        // 64 keys x kBlockM queries
-    using PackedFragment = uint32_t[kBlockM / 4];    // the same as an A operand
+    using ScoreFragment = float[kBlockM / 2];      // 64 keys x kBlockM queries
+    using PackedFragment = uint32_t[kBlockM / 4];  // the same as an A operand
     using DkFragment = float[kHeadDim / 2];
     using DvFragment = float[kHeadDimV / 2];
     using DqFragment = float[kDqColumns / 2];

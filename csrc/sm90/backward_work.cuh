@@ -32,18 +32,18 @@ struct BackwardArguments {
 
 // Found by one thread, kept in shared memory, read where it is used: the accumulators leave no registers to spare.
 struct BackwardWork {
-    int32_t is_empty;      // nothing to do
-    int32_t batch;         // sequence; -1 or batch: slack
-    int32_t head_k;        // key head
-    int32_t begin;         // first key, from the start of the sequence
-    int32_t rows;          // keys of the tile
-    int32_t rows_used;     // of these, how many count
-    int32_t keys_start;    // first key of the sequence in its tensor
-    int32_t keys_used;     // keys of the sequence that count
+    int32_t is_empty;    // nothing to do
+    int32_t batch;       // sequence; -1 or batch: slack
+    int32_t head_k;      // key head
+    int32_t begin;       // first key, from the start of the sequence
+    int32_t rows;        // keys of the tile
+    int32_t rows_used;   // of these, how many count
+    int32_t keys_start;  // first key of the sequence in its tensor
+    int32_t keys_used;   // keys of the sequence that count
     int32_t queries_start;
     int32_t queries_used;
-    int32_t first_slot;    // of the sequence's query tiles
-    KeyBlocks blocks;      // query blocks that see any of the keys
+    int32_t first_slot;  // of the sequence's query tiles
+    KeyBlocks blocks;    // query blocks that see any of the keys
 };
 
 template <int kBlockM, int kBlockN>

@@ -23,20 +23,26 @@ __device__ __forceinline__ int elements_before(int limit) {
     return limit <= 0 ? 0 : limit / 8 * 2 + min(limit % 8, 2);
 }
 
+// Which of 32 elements of a row are visible, from the `word`-th 32 on. Rows from row_end on see no key. first_key is
+// that of element 0.
+__device__ __forceinline__ uint32_t visible_elements(const Mask& mask, int row, int row_end, int first_key, int word) {
+    KeyRange keys = mask.visible(row);
+    if (row >= row_end) keys.end = 0;
+    const int begin = elements_before(keys.begin - first_key), end = elements_before(keys.end - first_key);
+    return low_bits(end - 32 * word) & ~low_bits(begin - 32 * word);
+}
+
 // -inf where a row does not see a key. A word holds the visibility of 32 elements (128 keys), so that an element costs
-// one predicated move, whatever the bounds. Rows from row_end on see no key.
+// one predicated move, whatever the bounds.
 template <int kCount>
 __device__ __forceinline__ void mask_scores(float (&s_frag)[kCount], const Mask& mask, Place place, int first_key,
                                             int row_end = INT32_MAX) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        KeyRange keys = mask.visible(place.row + half * 8);
-        if (place.row + half * 8 >= row_end) keys.end = 0;
-        const int begin = elements_before(keys.begin - first_key - place.column);
-        const int end = elements_before(keys.end - first_key - place.column);
 #pragma unroll
         for (int word = 0; word < (kCount / 2 + 31) / 32; ++word) {
-            const uint32_t visible = low_bits(end - 32 * word) & ~low_bits(begin - 32 * word);
+            const uint32_t visible =
+                visible_elements(mask, place.row + half * 8, row_end, first_key + place.column, word);
 #pragma unroll
             for (int bit = 0; bit < 32 && 32 * word + bit < kCount / 2; ++bit) {
                 const int element = 32 * word + bit;

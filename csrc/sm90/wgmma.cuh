@@ -20,20 +20,21 @@ template <DataType kType, int kN>
 struct CuteWgmma {
     static constexpr bool kExists = false;
 };
-#define FLASH_EXT_CUTE_WGMMA(n, data_type, name)                                                                    \
-    template <>                                                                                                     \
-    struct CuteWgmma<DataType::data_type, n> {                                                                      \
-        static constexpr bool kExists = true;                                                                       \
-        using Ss =                                                                                                  \
-            cute::SM90::GMMA::MMA_64x##n##x16_##name##_SS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;  \
-        using SsMn =                                                                                                \
+#define FLASH_EXT_CUTE_WGMMA(n, data_type, name)                                                                     \
+    template <>                                                                                                      \
+    struct CuteWgmma<DataType::data_type, n> {                                                                       \
+        static constexpr bool kExists = true;                                                                        \
+        using Ss =                                                                                                   \
+            cute::SM90::GMMA::MMA_64x##n##x16_##name##_SS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;   \
+        using SsMn =                                                                                                 \
             cute::SM90::GMMA::MMA_64x##n##x16_##name##_SS<cute::SM90::GMMA::Major::MN, cute::SM90::GMMA::Major::MN>; \
-        using Rs =                                                                                                  \
-            cute::SM90::GMMA::MMA_64x##n##x16_##name##_RS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::MN>; \
+        using Rs =                                                                                                   \
+            cute::SM90::GMMA::MMA_64x##n##x16_##name##_RS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::MN>;  \
     };
 #define FLASH_EXT_CUTE_WGMMA_TYPES(n)            \
     FLASH_EXT_CUTE_WGMMA(n, kFloat16, F32F16F16) \
     FLASH_EXT_CUTE_WGMMA(n, kBFloat16, F32BF16BF16)
+FLASH_EXT_CUTE_WGMMA_TYPES(32)
 FLASH_EXT_CUTE_WGMMA_TYPES(64)
 FLASH_EXT_CUTE_WGMMA_TYPES(96)
 FLASH_EXT_CUTE_WGMMA_TYPES(128)

@@ -6,6 +6,11 @@
 
 namespace ptx_emulator {
 
+namespace {
+// How long warps may run without any effect before an asynchronous operation is done that would have come later.
+constexpr int kIdleRounds = 4, kIdleTurns = 64;
+}  // namespace
+
 std::vector<Warp*> Machine::resident_warps() const {
     std::vector<Warp*> warps;
     for (const auto& cluster : clusters) {
@@ -46,7 +51,11 @@ void Machine::check_stall() {
 
 void Machine::run_in_turn() {
     const bool is_random = options.schedule == Schedule::kRandom;
+    // Rounds in a row in which warps ran without any effect: they spin, perhaps on what an asynchronous operation will
+    // bring about.
+    int idle_rounds = 0;
     while (!clusters.empty()) {
+        const uint64_t before = progress;
         const std::vector<Warp*> warps = resident_warps();
         bool moved = false;
         const size_t first = is_random && !warps.empty() ? random.below(static_cast<uint32_t>(warps.size())) : 0;
@@ -64,8 +73,11 @@ void Machine::run_in_turn() {
             moved = true;
             progressed();
         }
+        idle_rounds = progress == before ? idle_rounds + 1 : 0;
         if (!moved) {
             if (!async.run_some()) raise(Fault::kDeadlock, "deadlock\n%s", deadlock_report().c_str());
+            progressed();
+        } else if (idle_rounds >= kIdleRounds && async.run_some()) {
             progressed();
         }
         retire();
@@ -78,6 +90,7 @@ void Machine::run_in_turn() {
 void Machine::run_by_priority() {
     constexpr double kChange = 0.02;
     double engine_priority = random.uniform();
+    int idle_turns = 0;
     std::vector<std::pair<const Warp*, double>> priorities;
     auto priority_of = [&](const Warp* warp) -> double& {
         for (auto& [known, value] : priorities) {
@@ -99,13 +112,17 @@ void Machine::run_by_priority() {
             if (warp->done() || warp->blocked_at == progress) continue;
             if (!best || priority_of(warp) > priority_of(best)) best = warp;
         }
-        if ((!best || engine_priority > priority_of(best)) && async.run_some()) {
+        const bool engine_turn = !best || engine_priority > priority_of(best) || idle_turns >= kIdleTurns;
+        if (engine_turn && async.run_some()) {
+            idle_turns = 0;
             progressed();
             if (random.uniform() < 0.3) engine_priority = random.uniform();
             continue;
         }
         if (!best) raise(Fault::kDeadlock, "deadlock\n%s", deadlock_report().c_str());
+        const uint64_t before = progress;
         run_warp(*best, 1 + random.below(2000));
+        idle_turns = progress == before ? idle_turns + 1 : 0;
         if (random.uniform() < kChange) priority_of(best) = random.uniform() * 0.5;
         if (best->done()) {
             const size_t before = clusters.size();

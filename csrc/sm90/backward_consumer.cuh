@@ -21,7 +21,7 @@ template <class Shape>
 struct BackwardConsumer : Shape {
     using Shape::kBlockM, Shape::kBlockN, Shape::kStages, Shape::kRows, Shape::kDataType, Shape::kHeadDim;
     using Shape::kDsBuffers;
-    using Shape::kHeadDimV, Shape::kIsRich, Shape::kLag, Shape::kDqByRows, Shape::kDqColumns, Shape::kDqPartBytes;
+    using Shape::kHeadDimV, Shape::kIsRich, Shape::kEarlyDv, Shape::kDqByRows, Shape::kDqColumns, Shape::kDqPartBytes;
     using Shape::kTermsOffset, Shape::kTermsBytes, Shape::kQBytes, Shape::kDoutBytes, Shape::kDsBytes;
     using Shape::kVOffset, Shape::kQOffset, Shape::kDoutOffset, Shape::kDsOffset, Shape::kDqOffset;
     using typename Shape::Control, typename Shape::ScoreFragment, typename Shape::PackedFragment;
@@ -66,7 +66,7 @@ struct BackwardConsumer : Shape {
         };
         const auto stage = [&] { return number % kStages; };
         const auto phase = [&] { return number / kStages & 1; };
-        const auto issue_scores = [&] {
+        const auto issue_s = [&] {
             Barrier::wait(&control.q_full[stage()], phase());
             const uint64_t q = q_rows + stage() * (kQBytes >> 4);
             fence_operand(s_frag);
@@ -77,6 +77,8 @@ struct BackwardConsumer : Shape {
                                                 q + column_step(step, kBlockM), step > 0);
             }
             cute::warpgroup_commit_batch();
+        };
+        const auto issue_dp = [&] {
             Barrier::wait(&control.dout_full[stage()], phase());
             const uint64_t dout = dout_rows + stage() * (kDoutBytes >> 4);
             fence_operand(dp_frag);
@@ -88,10 +90,9 @@ struct BackwardConsumer : Shape {
             }
             cute::warpgroup_commit_batch();
         };
-        // dQ of step `of`.
-        const auto issue_dq = [&](uint32_t of) {
-            Barrier::wait(&control.ds_full[of % kDsBuffers], of / kDsBuffers & 1);
-            const uint64_t ds_buffer = ds_columns + of % kDsBuffers * (kDsBytes >> 4);
+        const auto issue_dq = [&] {
+            Barrier::wait(&control.ds_full[number % kDsBuffers], number / kDsBuffers & 1);
+            const uint64_t ds_buffer = ds_columns + number % kDsBuffers * (kDsBytes >> 4);
             fence_operand(dq_frag);
             cute::warpgroup_arrive();
 #pragma unroll
@@ -118,6 +119,12 @@ struct BackwardConsumer : Shape {
         const auto is_masked = [&](int block) {
             return block >= work.blocks.full_end || block < work.blocks.full_begin;
         };
+        const auto pack_p = [&](int i) {
+#pragma unroll
+            for (int c = 0; c < 4; c += 2) {
+                p_frag[2 * i + c / 2] = pack<kDataType>(s_frag[4 * i + c], s_frag[4 * i + c + 1]);
+            }
+        };
         // Raw products become P.
         const auto make_p = [&](int block, const float2* lse) {
             if (is_masked(block)) {
@@ -132,6 +139,7 @@ struct BackwardConsumer : Shape {
                     float& s = s_frag[4 * i + c];
                     s = ptx::ex2_approx_ftz(fmaf(s, arguments.scale_log2, c % 2 ? -terms.y : -terms.x));
                 }
+                if constexpr (kEarlyDv) pack_p(i);
             }
         };
         // The same with all that scores may go through. p_frag gets P as it multiplies dO (dropped scores are 0),
@@ -217,11 +225,9 @@ struct BackwardConsumer : Shape {
                     }
                     dp = s_frag[4 * i + c] * (dp - (c % 2 ? terms.y : terms.x));
                 }
+                if constexpr (!kEarlyDv && !kIsRich) pack_p(i);
 #pragma unroll
                 for (int c = 0; c < 4; c += 2) {
-                    if constexpr (!kIsRich) {
-                        p_frag[2 * i + c / 2] = pack<kDataType>(s_frag[4 * i + c], s_frag[4 * i + c + 1]);
-                    }
                     ds_frag[2 * i + c / 2] = pack<kDataType>(dp_frag[4 * i + c], dp_frag[4 * i + c + 1]);
                 }
             }
@@ -240,18 +246,22 @@ struct BackwardConsumer : Shape {
             cutlass::arch::fence_view_async_shared();  // wgmma reads through the async proxy
             release(&control.ds_full[number % kDsBuffers]);
         };
-        const auto issue_gradients = [&] {
-            const uint64_t q = q_rows + stage() * (kQBytes >> 4);
+        const auto issue_dv = [&] {
             const uint64_t dout = dout_rows + stage() * (kDoutBytes >> 4);
             fence_operand(dv_frag);
-            fence_operand(dk_frag);
             fence_operand(p_frag);
-            fence_operand(ds_frag);
             cute::warpgroup_arrive();
 #pragma unroll
             for (int step = 0; step < kBlockM / 16; ++step) {
                 multiply_rs<kDataType, kHeadDimV>(dv_frag, p_frag + 4 * step, dout + row_step(step));
             }
+            cute::warpgroup_commit_batch();
+        };
+        const auto issue_dk = [&] {
+            const uint64_t q = q_rows + stage() * (kQBytes >> 4);
+            fence_operand(dk_frag);
+            fence_operand(ds_frag);
+            cute::warpgroup_arrive();
 #pragma unroll
             for (int step = 0; step < kBlockM / 16; ++step) {
                 multiply_rs<kDataType, kHeadDim>(dk_frag, ds_frag + 4 * step, q + row_step(step));
@@ -259,61 +269,57 @@ struct BackwardConsumer : Shape {
             cute::warpgroup_commit_batch();
         };
 
-        // One query block. has_previous: dQ of the block before this one is still to be computed.
-        const auto step = [&]<bool kHasPrevious>(int head, int block) {
+        // One query block whose S is there. kHasNext: computes that of the next under the writing of dQ.
+        const auto step = [&]<bool kHasNext>(int head, int block) {
             const float2* terms =
                 reinterpret_cast<const float2*>(smem + kTermsOffset + stage() * kTermsBytes) + lane % 4;
-            issue_scores();
-            if constexpr (kHasPrevious) issue_dq(number - 1);
-            cute::warpgroup_wait<kHasPrevious ? 2 : 1>();
-            fence_operand(s_frag);
+            issue_dp();
             if constexpr (kIsRich) {
                 make_p_rich(head, block, terms);
             } else {
                 make_p(block, terms);
             }
-            cute::warpgroup_wait<kHasPrevious ? 1 : 0>();
+            if constexpr (kEarlyDv) {
+                issue_dv();
+                cute::warpgroup_wait<1>();
+            } else {
+                cute::warpgroup_wait<0>();
+            }
             fence_operand(dp_frag);
             make_ds(terms + kBlockM / 2);
-            // The buffer that is written next is free once both warpgroups have read it; that they say by writing the
-            // one after, so not before.
-            cute::warpgroup_wait<0>();
-            fence_operand(dq_frag);
             store_ds();
-            issue_gradients();
-            if constexpr (!kLag) issue_dq(number);
-            if constexpr (kHasPrevious) write_dq(number - 1);
-            cute::warpgroup_wait<kLag ? 0 : 1>();
+            if constexpr (!kEarlyDv) issue_dv();
+            issue_dk();
+            issue_dq();
+            cute::warpgroup_wait<2>();
             fence_operand(dv_frag);
-            fence_operand(dk_frag);
             fence_operand(p_frag);
+            release(&control.dout_empty[stage()]);
+            cute::warpgroup_wait<1>();
+            fence_operand(dk_frag);
             fence_operand(ds_frag);
             release(&control.q_empty[stage()]);
-            release(&control.dout_empty[stage()]);
-            if constexpr (!kLag) {
-                cute::warpgroup_wait<0>();
-                fence_operand(dq_frag);
-                write_dq(number);
-            }
+            cute::warpgroup_wait<0>();
+            fence_operand(dq_frag);
             ++number;
+            if constexpr (kHasNext) issue_s();
+            write_dq(number - 1);
+            if constexpr (kHasNext) {
+                cute::warpgroup_wait<0>();
+                fence_operand(s_frag);
+            }
         };
 
         QueryWalk walk(attention, work);
         if (walk.left > 0) {
             Barrier::wait(&control.k_full, 0);
+            issue_s();
             Barrier::wait(&control.v_full, 0);
-            if constexpr (kLag) {
-                step.template operator()<false>(walk.head, walk.block);
-                walk.advance();
-            }
+            cute::warpgroup_wait<0>();
+            fence_operand(s_frag);
 #pragma unroll 1
-            for (; walk.left > 0; walk.advance()) step.template operator()<kLag>(walk.head, walk.block);
-            if constexpr (kLag) {
-                issue_dq(number - 1);
-                cute::warpgroup_wait<0>();
-                fence_operand(dq_frag);
-                write_dq(number - 1);
-            }
+            for (; walk.left > 1; walk.advance()) step.template operator()<true>(walk.head, walk.block);
+            step.template operator()<false>(walk.head, walk.block);
         }
         const BackwardParams& params = arguments.params;
         const int batch = attention.cu_seqlens_k != nullptr ? 0 : work.batch;

@@ -15,8 +15,8 @@ struct BackwardTile {
     int block_m;     // query rows
     int block_n;     // key rows, 64 per consumer warpgroup
     int stages;      // buffers of Q and of dO
-    int warps;       // per CTA: 4 producer warps, 4 per consumer warpgroup
-    int dq_lag = 1;  // 1: dQ of a query block is computed under the scores of the next
+    int warps;         // per CTA: 4 producer warps, 4 per consumer warpgroup
+    int early_dv = 1;  // 1: the product of dV runs under the making of dS, for which P has to be packed before
 };
 
 // What follows from the template parameters, for producers, consumers and launcher alike.
@@ -29,7 +29,7 @@ struct BackwardShape {
     static constexpr int kBlockM = kTile.block_m;
     static constexpr int kBlockN = kTile.block_n;
     static constexpr int kStages = kTile.stages;
-    static constexpr bool kLag = kTile.dq_lag;
+    static constexpr bool kEarlyDv = kTile.early_dv;
     static constexpr int kRows = 64;  // keys of a warpgroup
     static constexpr int kWarpgroups = kTile.warps / 4 - 1;
     static constexpr int kThreads = kTile.warps * 32;

@@ -409,7 +409,7 @@ struct Backward {
                                      : (static_cast<int64_t>(attention.seqlen_k) + kBlockN - 1) / kBlockN;
         if (heads * tiles > 0 && attention.seqlen_k > 0) {
             arguments.bounds = mask_bounds(attention);
-            arguments.order = launch_order(arguments, heads, tiles);
+            arguments.order = launch_order(arguments, heads, tiles, context->sm_count);
             arguments.query_slots = static_cast<int32_t>(backward_query_slots(attention, kBlockM));
             arguments.scale_log2 = attention.softmax_scale * kLog2E;
             arguments.inner_scale = attention.softcap > 0.f ? attention.softmax_scale / attention.softcap : 0.f;
@@ -430,19 +430,17 @@ struct Backward {
 
   private:
     // Where all key tiles are equal, head by head: the CTAs of one share its Q and dO through the L2 cache. With a
-    // causal mask the first key tiles are the heaviest, so many heads take turns. Deterministic: the fewer key tiles of
-    // a head run at once, the less they wait for one another.
-    static TileOrder launch_order(const BackwardArguments& arguments, int64_t heads, int64_t tiles) {
+    // causal mask the first key tiles are the heaviest: the heads of a section take turns, and a section has about
+    // twice the CTAs that run at once, so that a launch ends with light tiles. Deterministic: the fewer key tiles of a
+    // head run at once, the less they wait for one another.
+    static TileOrder launch_order(const BackwardArguments& arguments, int64_t heads, int64_t tiles, int32_t sm_count) {
         const ForwardParams& attention = arguments.params.attention;
         const bool deterministic = attention.deterministic != 0;
         if (arguments.bounds.right != 0 && !deterministic) return make_tile_order(heads, tiles, false, 0);
-        // The CTAs of a head walk its queries together, so a section may well exceed the cache: at least 16 (32) heads.
-        const int64_t most = (int64_t{20} << 20) / (deterministic ? 32 : 16);
-        const int64_t bytes = static_cast<int64_t>(attention.seqlen_q) * (attention.heads_q / attention.heads_k) *
-                              (attention.head_dim * 6 + attention.head_dim_v * 2);  // Q, fp32 dQ, dO
-        TileOrder order = make_tile_order(heads, tiles, true, bytes < most ? bytes : most);
-        order.heaviest_first = 0;  // that is from the last tile to the first
-        return order;
+        int64_t sequence_tiles = tiles;
+        if (attention.cu_seqlens_k != nullptr && attention.batch > 0) sequence_tiles = tiles / attention.batch + 1;
+        const int64_t section = (int64_t{2} * sm_count * kCtas + sequence_tiles - 1) / sequence_tiles;
+        return ascending_order(heads, tiles, deterministic && section < 32 ? 32 : section);
     }
 
     // Rows of a tile, `stride` bytes apart, to shared memory; rows from `rows` and columns from `columns` on become

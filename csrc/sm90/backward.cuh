@@ -1,4 +1,4 @@
-// Backward attention for sm90 (FlashAttention-3, arXiv 2407.08608, section 3.1; dQ one step behind).
+// Backward attention for sm90 (FlashAttention-3, arXiv 2407.08608, section 3.1).
 //
 // One CTA: kBlockN keys of one key head, for the whole walk over the query blocks of all its query heads. A consumer
 // warpgroup owns 64 of the keys. Scores are computed transposed, so that P^T and dS^T leave the tensor cores as the A
@@ -10,14 +10,15 @@
 // Only dS passes through shared memory, for dQ, of which each warpgroup computes a part (rows or columns) and which is
 // added to an fp32 scratch in global memory by bulk reductions, in the order in which registers hold it.
 //
-// A step of a consumer (query block m); what stands on the right runs in the tensor cores meanwhile:
-//   issue S[m], dP[m]; wait dS[m-1] of both; issue dQ[m-1]
-//   wait S; P                                                  dP[m], dQ[m-1]
-//   wait dP; dS                                                dQ[m-1]
-//   wait dQ; dS -> shared memory; issue dV, dK
-//   dQ[m-1] -> shared memory                                   dV, dK
-//   wait dV, dK; Q, dO are free
-// dq_lag = 0: dQ[m] is issued behind dV and dK of its own block, which takes fewer registers.
+// A step of a consumer (query block m, whose S is there); what stands on the right runs in the tensor cores meanwhile:
+//   issue dP[m]; P                                             dP[m]
+//   issue dV; wait dP; dS                                      dV       (early_dv = 0: dV is issued behind dS)
+//   dS -> shared memory; issue dK
+//   wait dS of the other warpgroups; issue dQ                  dV, dK
+//   wait dV, dK; Q, dO are free                                dQ
+//   wait dQ; issue S[m+1]; dQ -> shared memory                 S[m+1]
+//   wait S[m+1]                                                         (not left in flight over the loop's back edge:
+//                                                                        ptxas would serialise all products)
 //
 // | barrier       | arrives                              | waits         | a phase ends when                         |
 // | k_full        | loader and TMA                       | consumers     | K has landed, zero behind the last key    |
@@ -32,7 +33,7 @@
 // | dq_empty[w]   | reducer w                            | warpgroup w   | the bulk reduction has read it            |
 //
 // ds_full orders the reuse of its buffers as well: a warpgroup arrives at step m only after its dQ[m-1] is done, and
-// writes at step m + 1 the buffer of m - 1 only after it has waited for that.
+// writes at step m + 1 the buffer of m - 1 only after it has waited, at step m, for all to have arrived.
 //
 // Rows of Q, dO, K and V behind a sequence's end are zero in shared memory before a product reads them: there TMA
 // brings zeros from outside the tensor and anything from inside, which the loader overwrites. Their lse is +inf, so P

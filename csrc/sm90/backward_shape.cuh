@@ -12,9 +12,9 @@ namespace flash_ext::sm90 {
 
 // The tile's keys in csrc/kernels.toml.
 struct BackwardTile {
-    int block_m;     // query rows
-    int block_n;     // key rows, 64 per consumer warpgroup
-    int stages;      // buffers of Q and of dO
+    int block_m;       // query rows
+    int block_n;       // key rows, 64 per consumer warpgroup
+    int stages;        // buffers of Q and of dO
     int warps;         // per CTA: 4 producer warps, 4 per consumer warpgroup
     int early_dv = 1;  // 1: the product of dV runs under the making of dS, for which P has to be packed before
 };

@@ -19,20 +19,40 @@ void Checker::start_warp(Warp& warp) {
     if (!enabled_) return;
     const std::string name = format("CTA rank %u warp %u", warp.cta.rank, warp.index);
     warp.clock.component = new_component(warp.cta.cluster, name);
+    warp.clock.singles = new_component(warp.cta.cluster, "single lanes of " + name);
     warp.clock.copies = new_component(warp.cta.cluster, "cp.async of " + name);
     warp.clock.knowledge.generic.raise_to(warp.clock.component, 1);
+    warp.clock.knowledge.generic.raise_to(warp.clock.singles, 1);
 }
 
 // ---------------------------------------------------------------------------------------------------------- order
 
 void Checker::advance(Warp& warp) {
     VectorClock& clock = warp.clock.knowledge.generic;
-    clock.raise_to(warp.clock.component, clock.get(warp.clock.component) + 1);
+    clock.set(warp.clock.singles, clock.get(warp.clock.singles) + 1);
+    if (!alone(warp)) clock.set(warp.clock.component, clock.get(warp.clock.component) + 1);
+}
+
+bool Checker::alone(const Warp& warp) {
+    const LaneMask lanes = warp.executing();
+    return (lanes & (lanes - 1)) == 0 && warp.live() != lanes;
+}
+
+Knowledge Checker::handed_over(const Warp& warp) const {
+    Knowledge knowledge = warp.clock.knowledge;
+    if (alone(warp)) knowledge.generic.set(warp.clock.component, warp.clock.lanes_synchronised);
+    return knowledge;
+}
+
+// All lanes know of what each of them has done so far.
+void Checker::synchronise_lanes(Warp& warp) {
+    if (!alone(warp)) warp.clock.lanes_synchronised = warp.clock.knowledge.generic.get(warp.clock.component);
 }
 
 void Checker::warp_sync(Warp& warp) {
     if (!enabled_) return;
     warp.clock.knowledge.generic.raise_to(warp.clock.copies, warp.clock.copies_waited);
+    synchronise_lanes(warp);
     advance(warp);
 }
 
@@ -44,7 +64,12 @@ void Checker::release(Warp& warp, SyncClock& sync) {
         sync.used = true;
         sync.cluster = cluster;
     }
-    sync.knowledge.join(warp.clock.knowledge, sync.cluster == cluster, cluster, sync.cluster);
+    if (alone(warp)) {
+        sync.knowledge.join(handed_over(warp), sync.cluster == cluster, cluster, sync.cluster);
+    } else {
+        sync.knowledge.join(warp.clock.knowledge, sync.cluster == cluster, cluster, sync.cluster);
+    }
+    synchronise_lanes(warp);
     advance(warp);
 }
 
@@ -97,7 +122,7 @@ void Checker::copies_waited(Warp& warp, uint32_t groups) {
 void Checker::proxy_fence(Warp& warp) {
     if (!enabled_) return;
     Knowledge& knowledge = warp.clock.knowledge;
-    knowledge.published.join(knowledge.generic);
+    knowledge.published.join(handed_over(warp).generic);
     knowledge.published.raise_to(warp.clock.copies, warp.clock.copies_waited);
     // Writes after the fence are not covered by it.
     advance(warp);
@@ -107,7 +132,7 @@ void Checker::fence(Warp& warp) {
     if (!enabled_) return;
     acquire(warp, warp.clock.pending_acquire);
     warp.clock.pending_acquire = SyncClock{};
-    warp.clock.fence_release = warp.clock.knowledge;
+    warp.clock.fence_release = handed_over(warp);
     warp.clock.has_fence_release = true;
     advance(warp);
 }
@@ -138,6 +163,17 @@ void Checker::ordered_access(Warp& warp, uint64_t location, MemoryOrder order, b
     }
 }
 
+void Checker::check_arrival(const Warp& by, const Knowledge& knowledge, uint32_t pc, const MemoryBarrier& barrier,
+                            uint32_t offset) {
+    if (!enabled_ || knowledge.generic.get(barrier.stream) >= barrier.phase) return;
+    if (knowledge.generic.covers(barrier.latest.knowledge.generic)) return;
+    report_once(pc, pc,
+                format("hazard: nothing orders an arrival at the mbarrier at shared offset 0x%x after the end of its "
+                       "phase %llu, which may count it in another schedule\n  by CTA rank %u warp %u at %s",
+                       offset, static_cast<unsigned long long>(barrier.phase - 1), by.cta.rank, by.index,
+                       machine_.program.where(pc).c_str()));
+}
+
 // -------------------------------------------------------------------------------------------------------- accesses
 
 // Whether `earlier` happens before the actor's access; *missing says what would have ordered them.
@@ -149,11 +185,14 @@ bool Checker::ordered(const Actor& actor, const AccessRecord& earlier, const cha
         return it != knowledge.foreign.end() && it->second.get(earlier.component) >= earlier.epoch;
     }
     const WarpClock& clock = actor.warp->clock;
-    if (earlier.component == clock.component) {
+    if (earlier.component == clock.component || earlier.component == clock.singles) {
         // The same warp: program order for a lane, a warp-level synchronisation between lanes. ldmatrix reads for all
         // lanes, so that no lane may write there afterwards without one (compute-sanitizer's racecheck says the same).
         const bool same_lane = earlier.lane == actor.record.lane && earlier.lane != kManyLanes;
-        if (earlier.epoch == knowledge.generic.get(clock.component) && !same_lane) {
+        const uint32_t known = knowledge.generic.get(earlier.component);
+        const bool synchronised = earlier.epoch < known || (actor.issued_alone && earlier.epoch == known &&
+                                                            earlier.component == clock.component);
+        if (!synchronised && !same_lane) {
             *missing = "different lanes of one warp without bar.warp.sync between them";
             return false;
         }
@@ -288,11 +327,12 @@ template <class F>
 
 Checker::Actor Checker::actor(const Warp& warp, uint32_t lane, AccessKind kind) const {
     const WarpClock& clock = warp.clock;
-    Actor actor{&clock.knowledge, {}, &warp, false};
+    const bool single = alone(warp);
+    Actor actor{&clock.knowledge, {}, &warp, false, false};
     actor.record.cluster = warp.cta.cluster.index;
-    actor.record.epoch = clock.knowledge.generic.get(clock.component) & kEpochMask;
+    actor.record.component = single ? clock.singles : clock.component;
+    actor.record.epoch = clock.knowledge.generic.get(actor.record.component) & kEpochMask;
     actor.record.pc = warp.pc() & (kMaxCheckedInstructions - 1);
-    actor.record.component = clock.component;
     actor.record.warp = (warp.cta.rank * kWarpSize + warp.index) & 511;
     actor.record.lane = lane & 63;
     actor.record.kind_bits = static_cast<uint32_t>(kind) & 7;
@@ -300,8 +340,7 @@ Checker::Actor Checker::actor(const Warp& warp, uint32_t lane, AccessKind kind) 
 }
 
 void Checker::renew(Actor& actor) const {
-    const WarpClock& clock = actor.warp->clock;
-    actor.record.epoch = clock.knowledge.generic.get(clock.component) & kEpochMask;
+    actor.record.epoch = actor.knowledge->generic.get(actor.record.component) & kEpochMask;
 }
 
 void Checker::shared_access(const Actor& actor, Cta& owner, uint32_t offset, uint32_t bytes) {
@@ -333,7 +372,8 @@ AsyncAgent Checker::agent(Warp& issuer, Component stream, uint32_t epoch, bool a
     agent.component = stream;
     agent.epoch = epoch;
     agent.async_proxy = async_proxy;
-    agent.knowledge = issuer.clock.knowledge;
+    agent.alone = alone(issuer);
+    agent.knowledge = handed_over(issuer);
     return agent;
 }
 
@@ -353,19 +393,20 @@ static AccessRecord record_of(const AsyncAgent& agent, uint32_t lane, AccessKind
 void Checker::shared_access(const AsyncAgent& agent, uint32_t lane, Cta& owner, uint32_t offset, uint32_t bytes,
                             AccessKind kind) {
     if (!enabled_) return;
-    shared_access({&agent.knowledge, record_of(agent, lane, kind), agent.issuer, agent.async_proxy}, owner, offset,
-                  bytes);
+    shared_access({&agent.knowledge, record_of(agent, lane, kind), agent.issuer, agent.async_proxy, agent.alone}, owner,
+                  offset, bytes);
 }
 
 void Checker::global_access(const AsyncAgent& agent, uint32_t lane, uint64_t address, uint32_t bytes, AccessKind kind) {
     if (!enabled_) return;
-    global_access({&agent.knowledge, record_of(agent, lane, kind), agent.issuer, agent.async_proxy}, address, bytes);
+    global_access({&agent.knowledge, record_of(agent, lane, kind), agent.issuer, agent.async_proxy, agent.alone},
+                  address, bytes);
 }
 
 void Checker::tensor_access(const AsyncAgent& agent, Cta& owner, uint32_t column, uint32_t first_lane, uint32_t lanes,
                             AccessKind kind, bool every_second) {
     if (!enabled_) return;
-    Actor actor{&agent.knowledge, record_of(agent, kWarpSize, kind), agent.issuer, false};
+    Actor actor{&agent.knowledge, record_of(agent, kWarpSize, kind), agent.issuer, false, agent.alone};
     const uint32_t slices = (1u << lanes / kTensorSlice) - 1;
     const uint32_t mask = slices << first_lane / kTensorSlice & (every_second ? 0x55u : 0xffu);
     access(owner.tensor_memory.shadow()[column], actor, static_cast<uint16_t>(mask), "tensor memory", column, &owner);

@@ -23,13 +23,21 @@
 
 namespace ptx_emulator {
 
+struct MemoryBarrier;
+
 // A warp's part of the checker's state.
+//
+// Its accesses are in two components. What one lane alone releases (an elected lane that arrives at an mbarrier) is its
+// own past and that of the whole warp up to the latest synchronisation of the lanes, but not what other lanes have done
+// since then: those accesses are in `component`. `singles` has what single lanes do.
 struct WarpClock {
     Component component = 0;
-    Component copies = 0;        // the stream of its cp.async groups
-    uint32_t copies_waited = 0;  // groups its lanes have waited for, each lane for its own copies
-    Knowledge knowledge;         // knowledge.generic.get(component) is the current epoch
-    Knowledge fence_release;     // at the latest fence: what later relaxed stores and atomics release
+    Component singles = 0;
+    uint32_t lanes_synchronised = 0;  // epoch of `component` that all lanes know of each other
+    Component copies = 0;             // the stream of its cp.async groups
+    uint32_t copies_waited = 0;       // groups its lanes have waited for, each lane for its own copies
+    Knowledge knowledge;              // knowledge.generic.get(component) is the current epoch
+    Knowledge fence_release;          // at the latest fence: what later relaxed stores and atomics release
     bool has_fence_release = false;
     SyncClock pending_acquire;  // of relaxed loads: acquired by the next fence
 };
@@ -41,6 +49,7 @@ struct AsyncAgent {
     Component component = 0;  // the stream that its completion raises
     uint32_t epoch = 0;       // the value of that stream once this operation is known to be complete
     bool async_proxy = true;
+    bool alone = false;   // issued by one lane of several
     Knowledge knowledge;  // of the issuer at issue
 };
 
@@ -69,6 +78,7 @@ class Checker {
         AccessRecord record;  // as it will be stored
         const Warp* warp;
         bool through_async_proxy;
+        bool issued_alone;  // by one lane: an asynchronous operation that knows less than its warp does
     };
     Actor actor(const Warp& warp, uint32_t lane, AccessKind kind) const;
     void renew(Actor& actor) const;  // after a release or an acquire of its warp
@@ -101,6 +111,10 @@ class Checker {
     // An atomic or a load/store with an order, on a global or shared location.
     void ordered_access(Warp& warp, uint64_t location, MemoryOrder order, bool reads, bool writes);
 
+    // An arrival at an mbarrier must know that the phase before has ended: else another schedule counts it there.
+    void check_arrival(const Warp& by, const Knowledge& knowledge, uint32_t pc, const MemoryBarrier& barrier,
+                       uint32_t offset);
+
     // ---- registers that an asynchronous operation still reads or writes (wgmma operands, tcgen05.ld results)
     enum class InFlight : uint8_t { kNone, kReadByOperation, kWrittenByOperation };
     void set_in_flight(Warp& warp, uint32_t register_offset, InFlight state, uint32_t pc);
@@ -131,6 +145,10 @@ class Checker {
     void unwritten(const Actor& actor, const char* space, uint64_t address, const Cta& owner);
     std::string describe(const AccessRecord& record) const;
     void advance(Warp& warp);
+    void synchronise_lanes(Warp& warp);
+    static bool alone(const Warp& warp);  // whether one lane of several executes the instruction
+    // What the executing lanes hand over: the warp's knowledge, without other lanes' latest accesses if one is alone.
+    Knowledge handed_over(const Warp& warp) const;
 
     bool enabled_;
     Machine& machine_;

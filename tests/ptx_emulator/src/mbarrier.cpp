@@ -69,6 +69,7 @@ void MemoryBarriers::settle(Cta& owner, uint32_t offset, MemoryBarrier& barrier)
         ++barrier.phase;
         barrier.pending = barrier.expected;
         owner.machine.checker.join(barrier.completed, barrier.arriving);
+        barrier.latest = std::move(barrier.arriving);
         barrier.arriving = SyncClock{};
     }
     draw(owner, offset, barrier);

@@ -24,6 +24,7 @@ struct MemoryBarrier {
     const Warp* initialiser = nullptr;
     // ---- checker
     SyncClock arriving;    // of the current phase
+    SyncClock latest;      // of the latest completed phase
     SyncClock completed;   // of all completed phases
     Component stream = 0;  // of asynchronous writes that complete on this barrier: epoch n + 1 belongs to phase n
 };

@@ -89,6 +89,7 @@ Step arrive(Warp& warp, const Instruction& i, LaneMask mask) {
         } else {
             checker.release(warp, past);
         }
+        checker.check_arrival(warp, warp.clock.knowledge, warp.pc(), barriers.at(*to.owner, to.offset), to.offset);
         barriers.arrive(*to.owner, to.offset, count, past);
         if (i.dst == kNoRegister) return;
         if (to.owner != &warp.cta) {

@@ -290,13 +290,15 @@ Step commit(Warp& warp, const Instruction& i, LaneMask mask) {
         Cta* first = data.group == 2 ? cta.cluster.ctas[cta.rank & ~1u].get() : &cta;
         warp.machine.async.submit(
             first->tensor_pipe.queue,
-            [signalled = std::move(signalled), offset = at.offset, past] {
+            [signalled = std::move(signalled), offset = at.offset, past, &warp, pc = warp.pc()] {
                 for (Cta* owner : signalled) {
                     if (!owner->live_threads()) {
                         raise(Fault::kIllegalInstruction, "tcgen05.commit signals CTA rank %u, which has ended",
                               owner->rank);
                     }
-                    owner->memory_barriers.arrive(*owner, offset, 1, past);
+                    MemoryBarriers& barriers = owner->memory_barriers;
+                    warp.machine.checker.check_arrival(warp, past.knowledge, pc, barriers.at(*owner, offset), offset);
+                    barriers.arrive(*owner, offset, 1, past);
                 }
             },
             {}, "tcgen05.commit: " + warp.program.where(warp.pc()));

@@ -26,6 +26,16 @@ class VectorClock {
         if (other.epochs_.size() > epochs_.size()) epochs_.resize(other.epochs_.size(), 0);
         for (size_t i = 0; i < other.epochs_.size(); ++i) epochs_[i] = std::max(epochs_[i], other.epochs_[i]);
     }
+    void set(Component component, uint32_t epoch) {
+        if (component >= epochs_.size()) epochs_.resize(component + 1, 0);
+        epochs_[component] = epoch;
+    }
+    bool covers(const VectorClock& other) const {
+        for (size_t i = 0; i < other.epochs_.size(); ++i) {
+            if (other.epochs_[i] > get(static_cast<Component>(i))) return false;
+        }
+        return true;
+    }
     void clear() { epochs_.clear(); }
 
   private:

@@ -194,6 +194,7 @@ Warp::Outcome Warp::run(uint32_t budget) {
             Step step = Step::kNext;
             if (lanes) {
                 program.executed[pc] = 1;
+                executing_ = lanes;
                 if (registers_in_flight) machine.checker.check_in_flight(*this, instruction);
                 step = instruction.handler(*this, instruction, lanes);
                 if (!write_ages_.empty()) note_writes(pc);

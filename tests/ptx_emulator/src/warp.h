@@ -70,8 +70,9 @@ class Warp {
     }
 
     // ---- lanes
-    LaneMask active() const { return active_; }  // of the group that runs, before the guard
-    LaneMask live() const;                       // lanes that have not ended
+    LaneMask active() const { return active_; }        // of the group that runs, before the guard
+    LaneMask executing() const { return executing_; }  // of that group, those that the guard lets through
+    LaneMask live() const;                             // lanes that have not ended
     bool converged() const { return active_ == live(); }
     bool done() const { return groups.empty(); }
     uint32_t pc() const { return pc_; }
@@ -119,7 +120,7 @@ class Warp {
     std::vector<LaneGroup> added_;
     std::vector<uint32_t> write_ages_;  // per 8 bytes of the register file: fences_ when it was written
     uint32_t fences_ = 1;
-    LaneMask active_ = 0;
+    LaneMask active_ = 0, executing_ = 0;
     uint32_t pc_ = 0;
     bool starve_lowest_ = false;  // the lowest pc spun through a whole budget: let another group go once
 };

@@ -8,6 +8,7 @@
 #   repeat     1,000 deterministic backwards while another stream loads memory, two streams and two graphs at once
 #   train      a byte-level GPT with flash_ext and with PyTorch's attention; loss curves; the other tests of training
 #   sanitizer  the small tests (-m sanitizer) under compute-sanitizer: memcheck, synccheck, and racecheck for sm80
+#   emulator   the kernels of a path on the GPU against the same in the PTX emulator (the build folder has their PTX)
 #   bench      the benchmark, with recording and plots
 #   compare    two recordings: compare A.json B.json; or compare A.json, against the last bench in the output folder
 #
@@ -196,6 +197,16 @@ stage_sanitizer() {
     done
 }
 
+stage_emulator() {
+    local test_path=${path:-$(default_path)}
+    [ -n "$test_path" ] || die "no path serves this machine"
+    check emulator-build "$python" -m tests.ptx_emulator.build --path "$test_path" --jobs "$jobs" || return
+    check emulator-write env FLASH_EXT_EMULATE="$test_path" FLASH_EXT_LIBRARY_DIR="$root/build/emulator/$test_path" \
+        "$python" -m tests.ptx_emulator.compare --path "$test_path" --write "$out/emulator-$test_path.npz" || return
+    check emulator-compare "$python" -m tests.ptx_emulator.compare --path "$test_path" \
+        --against "$out/emulator-$test_path.npz" --json "$out/emulator-$test_path.json"
+}
+
 stage_bench() {
     check bench "$python" -m flash_ext bench ${path:+--path "$path"} ${direction:+--direction "$direction"} \
         ${rows:+--rows "$rows"} --rounds "$rounds" --json "$out/bench-$label.json" --plot "$out/plots-$label"
@@ -213,7 +224,7 @@ stage_compare() {
 }
 
 case $stage in
-    demo | tests | repeat | train | sanitizer | bench | compare) "stage_$stage" ;;
+    demo | tests | repeat | train | sanitizer | emulator | bench | compare) "stage_$stage" ;;
     *) die "unknown stage $stage (see --help)" ;;
 esac
 

@@ -171,3 +171,26 @@ def test_device_limits(kernels: UnitKernels, cc: str, limit: int) -> None:
         assert error.code == INVALID_CONFIGURATION
     with emulator_options(cc="7.5"):
         assert "known are" in str(error_of(kernels, "global_add", 1, 32, out, 1))
+
+
+ALL_SCHEDULES = "eager,lazy,random,pct"
+
+
+def test_several_schedules_run_from_the_same_memory(kernels: UnitKernels) -> None:
+    """A launch under four schedules leaves what one launch leaves, additions to memory included."""
+    values = np.arange(6 * 512, dtype=np.float32).reshape(6, 512)
+    out = np.full(512, np.nan, np.float32)
+    counts = np.full(4, 7, np.int32)
+    with emulator_options(schedule=ALL_SCHEDULES, seed=3):
+        kernels.launch("copy_pipeline", 1, 128, values, out, 6, 0)
+        kernels.launch("histogram", 2, 64, np.arange(128, dtype=np.int32) % 4, counts, 128)
+    np.testing.assert_array_equal(out, np.roll(values.sum(0), -16))
+    np.testing.assert_array_equal(counts, [39] * 4)
+
+
+def test_results_that_depend_on_the_schedule_are_reported(kernels: UnitKernels) -> None:
+    """Without the wait for its copies, and without the checker, the pipeline gives two results."""
+    values, out = np.ones((6, 512), np.float32), np.zeros(512, np.float32)
+    with emulator_options(schedule="eager,lazy", check=0), pytest.raises(LaunchError) as info:
+        kernels.launch("copy_pipeline", 1, 128, values, out, 6, 1)
+    assert "depend on the schedule, eager or lazy" in str(info.value)

@@ -126,10 +126,13 @@ def test_bulk_ring(kernels: UnitKernels, schedule: str) -> None:
         (2, "nothing orders|arrivals at the mbarrier|deadlock"),
         (3, "fence.mbarrier_init"),
         (4, "nothing orders"),
+        (5, "nothing orders"),
+        (6, "nothing orders|arrivals at the mbarrier|deadlock"),
     ],
 )
 def test_bulk_ring_needs_each_step(kernels: UnitKernels, schedule: str, skip: int, report: str) -> None:
-    """Waits for free and full stages, the fence of the initialisation, an arrival of each warp."""
+    """Waits for free and full stages, the fence of the initialisation, an arrival of each warp, after all its lanes and
+    in the phase it is meant for."""
     values, out = aligned_array(np.ones((7, 128), np.float32)), np.zeros(128, np.float32)
     assert re.search(report, str(error_of(kernels, "bulk_ring", 1, 160, values, out, 7, skip)))
 

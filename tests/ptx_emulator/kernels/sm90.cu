@@ -186,7 +186,8 @@ __global__ void product_registers(const uint32_t* a, const __half* b, float* out
 
 // A ring of two stages of 128 floats, filled by bulk copies, summed by 128 threads. skip 1: the last wait for a free
 // stage, 2: the last wait for a full stage, 3: the fence of the initialisation, 4: only one thread of the four warps
-// hands back.
+// hands back, 5: the lanes of a warp do not wait for each other before one of them hands back, 6: the last warp reads
+// nothing and hands back without waiting.
 __global__ void bulk_ring(const float* in, float* out, int tiles, int skip) {
     __shared__ __align__(128) float stages[2][128];
     __shared__ uint64_t full[2], empty[2];
@@ -213,9 +214,10 @@ __global__ void bulk_ring(const float* in, float* out, int tiles, int skip) {
     float sum = 0;
     for (int tile = 0; tile < tiles; ++tile) {
         const int s = tile % 2;
-        if (skip != 2 || tile + 1 < tiles) barrier_wait(shared_address(&full[s]), tile / 2 & 1);
-        sum += stages[s][(t + 32) % 128];
-        __syncwarp();
+        const bool idles = skip == 6 && t >= 96;
+        if (!idles && (skip != 2 || tile + 1 < tiles)) barrier_wait(shared_address(&full[s]), tile / 2 & 1);
+        if (!idles) sum += stages[s][(t + 32) % 128];
+        if (skip != 5) __syncwarp();
         if (skip == 4 ? t == 0 : t % 32 == 0) barrier_arrive(shared_address(&empty[s]));
     }
     if (skip == 2) barrier_wait(shared_address(&full[(tiles - 1) % 2]), (tiles - 1) / 2 & 1);

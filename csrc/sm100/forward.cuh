@@ -109,15 +109,18 @@ struct Forward : ForwardShape<kType, kHeadDim, kHeadDimV, kTile, kRich> {
         if (group == kSupplyGroup && warp == 0) {
             if (lane == 0) init_barriers(arguments, control);
             __syncwarp();
+        }
+        // The other CTA runs, and its barriers exist: a pair's allocation writes into its shared memory.
+        if constexpr (kIsPair) {
+            cute::cluster_arrive();
+            cute::cluster_wait();
+        }
+        if (group == kSupplyGroup && warp == 0) {
             allocator.allocate(kTensorMemoryColumns, &control.tmem);
             allocator.release_allocation_lock();
             ptx::tcgen05_fence_before_thread_sync();
         }
         __syncthreads();
-        if constexpr (kIsPair) {  // the other CTA's barriers and tensor memory exist
-            cute::cluster_arrive();
-            cute::cluster_wait();
-        }
         ptx::tcgen05_fence_after_thread_sync();
 
         if (group == kSupplyGroup) {

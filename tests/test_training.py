@@ -22,7 +22,7 @@ needs_training = pytest.mark.needs("forward", "backward", "causal", "determinist
 exactly = functools.partial(attend_flash_ext, deterministic=True)
 
 
-def _largest_distance(one: list[float], other: list[float], window: int = 1) -> float:
+def _largest_distance(one: list[float], other: list[float], *, window: int = 1) -> float:
     """Of the means over ``window`` steps: each step's batch adds noise of its own once rounding has grown."""
     apart = [a - b for a, b in zip(one, other, strict=True)]
     return max(abs(sum(apart[i : i + window]) / window) for i in range(len(apart) - window + 1))

@@ -97,9 +97,22 @@ def _resolve(options: Options) -> Options:
     return options
 
 
+def _in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """What lies in memory as the tensor says: kernels know neither lazy negation nor zeros that were never written."""
+    if tensor.is_neg():
+        return tensor.resolve_neg()
+    if tensor._is_zerotensor():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return tensor
+
+
+def _all_in_memory(options: Options) -> Options:
+    return {name: _in_memory(value) if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+
+
 def run_plain_forward(q: Any, k: Any, v: Any, options: Options) -> tuple[torch.Tensor, torch.Tensor] | None:
     """`run_forward` in less than half its time, for arguments that are certainly fit; None: nothing was done."""
-    if checks.VALIDATE:
+    if checks.VALIDATE or q.is_neg() or k.is_neg() or v.is_neg():
         return None
     return dispatch.plain_forward(q, k, v, options, _deterministic_mode())
 
@@ -112,7 +125,8 @@ def run_forward(
     if results is not None:
         return results
     check_forward(q, k, v, **options)
-    return dispatch.forward(q, k, v, **_resolve(options))
+    q, k, v = map(_in_memory, (q, k, v))
+    return dispatch.forward(q, k, v, **_all_in_memory(_resolve(options)))
 
 
 def run_backward(
@@ -130,7 +144,11 @@ def run_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Check the arguments and compute ``(dq, dk, dv, dsinks)``, into ``dq, dk, dv`` (any strides) where given."""
     check_backward(dout, dlse, q, k, v, out, lse, **options)
-    return dispatch.backward(dout, dlse, q, k, v, out, lse, **_resolve(options), dq=dq, dk=dk, dv=dv)
+    dout, q, k, v, out, lse = map(_in_memory, (dout, q, k, v, out, lse))
+    if dlse is not None:
+        dlse = _in_memory(dlse)
+    options = _all_in_memory(_resolve(options))
+    return dispatch.backward(dout, dlse, q, k, v, out, lse, **options, dq=dq, dk=dk, dv=dv)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

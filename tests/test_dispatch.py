@@ -223,6 +223,37 @@ def test_a_call_that_no_kernel_serves_is_refused() -> None:
         dispatch.backward(q, None, q, q, q, q, torch.zeros(1, 2, 3))
 
 
+@emulated
+def test_lazily_negated_and_zero_tensors_are_what_they_say() -> None:
+    """z.conj().imag negates when it is read: kernels would see what lies in memory."""
+    import flash_ext
+    from flash_ext import ops
+
+    def lazy(tensor: torch.Tensor) -> torch.Tensor:
+        negated = torch._neg_view(-tensor)
+        assert negated.is_neg() and torch.equal(negated, tensor)
+        return negated
+
+    fake = FakeRuntime("sm80")
+    q = torch.randn(1, 3, 1, 128).bfloat16()
+    sinks, dlse = torch.rand(1), torch.randn(1, 1, 3)
+    imaginary = torch.complex(torch.zeros_like(dlse), -dlse).conj().imag
+    assert imaginary.is_neg() and torch.equal(imaginary, dlse)
+    for _ in range(2):  # the short way, once the kind is known
+        assert torch.equal(flash_ext.flash_attn_func(lazy(q), q, q), q)
+        assert torch.equal(torch.ops.flash_ext.fwd(lazy(q), lazy(q), lazy(q))[0], q)
+    out, lse = ops.run_forward(q, q, q, {})
+    dq, dk, dv, dsinks = ops.run_backward(
+        lazy(q), imaginary, lazy(q), lazy(q), lazy(q), out, lse, {"sinks": lazy(sinks)}
+    )
+    assert torch.equal(dq, q) and torch.equal(dk, q) and torch.equal(dv, q) and torch.equal(dsinks, sinks)
+    params = fake.last_call()["params"]
+    assert params["dlse"] != imaginary.data_ptr()
+    zero = torch._efficientzerotensor(q.shape, dtype=q.dtype)
+    assert torch.equal(ops.run_backward(zero, None, q, q, q, out, lse, {})[0], q)
+    assert torch.equal(ops.run_forward(zero, q, q, {})[0], torch.zeros_like(q))
+
+
 @in_process()
 def test_reference_gradients_go_where_asked() -> None:
     from flash_ext import dispatch

@@ -130,8 +130,10 @@ void Machine::run_by_priority() {
             retire();
             if (clusters.size() != before || statistics.ctas != started) known_clusters = 0;
         } else if (warps.size() > 1 && stall_progress_ == progress) {
-            // A spinning warp must not keep the others from running for ever.
-            priority_of(best) = random.uniform() * 0.5;
+            // A spinning warp goes behind all others, or two that spin could keep the rest from running for ever.
+            double lowest = 0;
+            for (Warp* warp : warps) lowest = std::min(lowest, priority_of(warp));
+            priority_of(best) = lowest - random.uniform();
         }
         check_stall();
     }

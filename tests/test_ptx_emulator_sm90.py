@@ -100,6 +100,14 @@ def test_product_needs_each_step(kernels: UnitKernels, schedule: str, skip: int,
     assert "sm90.cu:" in str(error)
 
 
+def test_waits_are_aligned(kernels: UnitKernels, schedule: str) -> None:
+    """PTX ISA 9.7.15.7: a wgmma instruction is one and the same for the four warps, a wait too."""
+    rng = np.random.default_rng(1)
+    a, b, out = fp8_tile(rng)[0], fp8_tile(rng)[0], np.zeros((64, 64), np.float32)
+    error = error_of(kernels, "product_fp8", 1, 128, a, b, out, 5)
+    assert "the warps of a warpgroup execute different wgmma instructions" in str(error)
+
+
 def test_product_with_a_in_registers(kernels: UnitKernels, schedule: str) -> None:
     """The RS form; A must stay as it is until the wait."""
     rng = np.random.default_rng(2)

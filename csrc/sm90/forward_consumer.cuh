@@ -301,15 +301,17 @@ struct ForwardConsumer : Shape {
                         for (; block >= tile.blocks.full_begin; --block) {
                             next_s();
                             const bool grows = softmax.exponentiate(s_frag, scale_log2, block_sum);
-                            // The branch also holds back the wait for O, which ptxas would else put in front of the
-                            // exponentials that are to run meanwhile.
-                            if (grows) break;
+                            // A branch holds back the wait for O, which ptxas would else put in front of the
+                            // exponentials that are to run meanwhile. The wait itself must be one instruction for all
+                            // warps of the group, whether their rows grow or not (PTX ISA 9.7.15.7.3, wgmma.wait_group:
+                            // .aligned).
+                            if (grows) __nanosleep(0);
                             finish_o();
+                            if (grows) break;
                             softmax.add(block_sum);
                             to_p(block);
                         }
                         if (block < tile.blocks.full_begin) break;
-                        finish_o();
                         softmax.outgrown(s_frag, scale_log2, block_sum, rescale,
                                          [&](const bool (&rows)[2]) { score_again(block, rows); });
                         softmax.add(block_sum);

@@ -122,7 +122,8 @@ PRODUCT(128, 1, 1);
 #undef PRODUCT
 
 // D (64 x 64) = -A B^T of e4m3 (64 x 32 each), unswizzled, written by threads. skip 1: wgmma.fence, 2: the proxy
-// fence, 3: wait_group after the use of the accumulators, 4: the CTA barrier before the product.
+// fence, 3: wait_group after the use of the accumulators, 4: the CTA barrier before the product, 5: nothing, but one
+// warp waits by another instruction than the others.
 __global__ void product_fp8(const uint8_t* a, const uint8_t* b, float* out, int skip) {
     __shared__ __align__(128) uint8_t a_smem[64 * 32], b_smem[64 * 32];
     for (int i = threadIdx.x; i < 64 * 32; i += 128) {
@@ -145,6 +146,10 @@ __global__ void product_fp8(const uint8_t* a, const uint8_t* b, float* out, int 
     if (skip == 3) {
         store_accumulators(out, d);
         multiply_wait();
+    } else if (skip == 5 && threadIdx.x < 32) {
+        asm volatile("wgmma.wait_group.sync.aligned 0;  // apart, lest the two be merged\n" ::: "memory");
+        pin(d);
+        store_accumulators(out, d);
     } else {
         multiply_wait();
         pin(d);

@@ -3,6 +3,7 @@
 // Accumulator: register i of lane l of warp w holds row 16 w + l / 4 + 8 (i / 2 % 2), column 8 (i / 4) + 2 (l % 4) +
 // i % 2; of f16 accumulators, registers hold two columns. A in registers lies as the A of mma.m16n8k16 (k32 with bytes)
 // does, 16 rows per warp.
+#include <algorithm>
 #include <cstring>
 
 #include "errors.h"
@@ -271,8 +272,25 @@ void decode_multiply(DecodeContext& c) {
     c.out.handler = multiply;
 }
 
-Step fence(Warp& warp, const Instruction&, LaneMask) {
+// .aligned: all threads of the warpgroup execute the same instruction (9.7.15.7). Two waits on the two sides of a
+// branch that its warps take differently are undefined, harmless as they look.
+void align(Warp& warp, const Instruction& i) {
+    Warpgroup& group = warpgroup_of(warp);
+    const size_t index = warp.multiply.aligned++ - group.aligned_first;
+    if (index == group.aligned.size()) group.aligned.push_back({&i, 0});
+    if (group.aligned[index].instruction != &i) {
+        raise(Fault::kIllegalInstruction, "the warps of a warpgroup execute different wgmma instructions (.aligned)");
+    }
+    ++group.aligned[index].warps;
+    while (!group.aligned.empty() && group.aligned.front().warps == kWarpgroupWarps) {
+        group.aligned.pop_front();
+        ++group.aligned_first;
+    }
+}
+
+Step fence(Warp& warp, const Instruction& i, LaneMask) {
     if (!warp.converged()) return Step::kBlock;
+    align(warp, i);
     warp.multiply.fenced = true;
     warp.next_fence();
     return Step::kNext;
@@ -284,8 +302,9 @@ void decode_fence(DecodeContext& c) {
     c.out.handler = fence;
 }
 
-Step commit_group(Warp& warp, const Instruction&, LaneMask) {
+Step commit_group(Warp& warp, const Instruction& i, LaneMask) {
     if (!warp.converged()) return Step::kBlock;
+    align(warp, i);
     warp.multiply.groups.push_back(warp.multiply.issued);
     return Step::kNext;
 }
@@ -300,12 +319,12 @@ void decode_commit(DecodeContext& c) {
 Step wait_group(Warp& warp, const Instruction& i, LaneMask) {
     if (!warp.converged()) return Step::kBlock;
     WarpgroupMultiply& own = warp.multiply;
-    if (own.groups.size() <= i.x) return Step::kNext;
-    const size_t complete = own.groups.size() - i.x;
-    if (complete <= own.groups_waited) return Step::kNext;
-    const uint64_t products = own.groups[complete - 1];
     Warpgroup& group = warpgroup_of(warp);
+    const size_t complete = own.groups.size() - std::min<size_t>(own.groups.size(), i.x);
+    const uint64_t products = complete > own.groups_waited ? own.groups[complete - 1] : 0;
     if (group.complete < products) return Step::kBlock;
+    align(warp, i);
+    if (complete <= own.groups_waited) return Step::kNext;
     group.queue.run_through(products);
     own.groups_waited = complete;
     Checker& checker = warp.machine.checker;

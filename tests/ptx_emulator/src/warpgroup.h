@@ -23,11 +23,19 @@ struct WarpgroupProduct {
     uint32_t warps = 0;  // that have issued it
 };
 
+// A fence, commit or wait that some of the four warps have executed.
+struct AlignedInstruction {
+    const Instruction* instruction = nullptr;
+    uint32_t warps = 0;  // that have executed it
+};
+
 struct Warpgroup {
     Warpgroup() : queue(AsyncQueue::Order::kFifo, AsyncQueue::Trigger::kWait) {}
     AsyncQueue queue;                      // products that all four have issued; ticket n + 1 is product n
     std::deque<WarpgroupProduct> partial;  // the rest, from product `complete` on
     uint64_t complete = 0;
+    std::deque<AlignedInstruction> aligned;  // from number `aligned_first` on
+    uint64_t aligned_first = 0;
 };
 
 // Of one warp.
@@ -43,7 +51,8 @@ struct WarpgroupMultiply {
     std::deque<InFlight> in_flight;
     Component stream = 0;
     bool has_stream = false;
-    bool fenced = false;  // wgmma.fence has been executed at all
+    bool fenced = false;   // wgmma.fence has been executed at all
+    uint64_t aligned = 0;  // fences, commits and waits executed
     bool settled() const { return issued == 0 || (groups_waited > 0 && groups[groups_waited - 1] == issued); }
 };
 

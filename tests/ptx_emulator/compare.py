@@ -63,17 +63,18 @@ def run(kernel: dict[str, Any], options: dict[str, Any], device: str) -> dict[st
     dtype = getattr(torch, _DTYPES[kernel["dtype"]])
     tensors = {name: torch.from_numpy(array).to(device, dtype) for name, array in inputs(kernel).items()}
     dout = tensors.pop("dout")
+    q, k, v = tensors["q"], tensors["k"], tensors["v"]
     forced = f"{kernel['block_m']}x{kernel['block_n']}"
     if kernel["direction"] == "forward":
         os.environ["FLASH_EXT_TILE"] = forced
         try:
-            out, lse = flash_ext.flash_attn_func(*tensors.values(), return_lse=True, **options)
+            out, lse = flash_ext.flash_attn_func(q, k, v, return_lse=True, **options)
         finally:
             del os.environ["FLASH_EXT_TILE"]
         return {"out": out, "lse": lse}
     for tensor in tensors.values():
         tensor.requires_grad_()
-    out = flash_ext.flash_attn_func(*tensors.values(), deterministic=True, **options)
+    out = flash_ext.flash_attn_func(q, k, v, deterministic=True, **options)
     os.environ["FLASH_EXT_TILE"] = forced
     try:
         out.backward(dout)

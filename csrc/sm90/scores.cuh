@@ -85,6 +85,7 @@ __device__ __forceinline__ void multiply_again(float (&s_frag)[kBlockN / 2], con
             }
         }
     }
+    __syncwarp();  // all lanes have read Q before one of them hands it back
 }
 
 // tanh by one exponential; by its series where that would cancel. Relative error about 3e-7.

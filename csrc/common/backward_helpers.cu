@@ -37,7 +37,6 @@ struct HelperArguments {
     int64_t sequence_heads;
     int64_t slots;
     ScratchShape shape;
-    int32_t block_m;  // of shape
 };
 
 // False: nothing to do for this CTA.
@@ -52,7 +51,7 @@ __device__ __forceinline__ bool find_query_tile(const HelperArguments& arguments
     tile.batch = packed ? 0 : static_cast<int32_t>(tile.sequence_head / attention.heads_q);
     tile.head = static_cast<int32_t>(tile.sequence_head - static_cast<int64_t>(tile.batch) * attention.heads_q);
     tile.rows = find_tile(attention.cu_seqlens_q, attention.seqused_q, attention.seqlen_q, attention.batch, tile.batch,
-                          tile.slot, arguments.block_m);
+                          tile.slot, arguments.shape.block_m);
     return true;
 }
 
@@ -101,7 +100,7 @@ __global__ void __launch_bounds__(kThreads)
     const int lane = threadIdx.x % 32;
     const int lanes = lanes_per_row(attention.head_dim_v), lane_in_row = lane % lanes;
     const int rows_per_pass = kThreads / lanes;
-    const int rows = min(tile.rows.sequence.used - tile.rows.begin, arguments.block_m);  // slack is not read
+    const int rows = min(tile.rows.sequence.used - tile.rows.begin, arguments.shape.block_m);  // slack is not read
     const int first = tile.rows.sequence.start + tile.rows.begin;
     const int64_t first_row = tile.sequence_head * attention.seqlen_q + first;
     const char* out =
@@ -116,7 +115,8 @@ __global__ void __launch_bounds__(kThreads)
     const float sink = has_sink ? load_as_float(attention.sinks, attention.sinks_dtype, tile.head) : 0.f;
 
     const bool tiled = arguments.shape.tile_columns != 0;
-    float* const tile_terms = reinterpret_cast<float*>(arguments.scratch.row_terms + tile.number * arguments.block_m);
+    float* const tile_terms =
+        reinterpret_cast<float*>(arguments.scratch.row_terms + tile.number * arguments.shape.block_m);
 
     float dsink = 0.f;
     for (int base = 0; base < rows; base += rows_per_pass) {  // uniform: lanes_sum needs the whole warp
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(kThreads)
             const float2 terms{is_empty ? -minus_infinity() : lse * kLog2E, delta};
             if (tiled) {
                 tile_terms[row] = terms.x;
-                tile_terms[arguments.block_m + row] = terms.y;
+                tile_terms[arguments.shape.block_m + row] = terms.y;
             } else {
                 arguments.scratch.row_terms[first_row + row] = terms;
             }
@@ -145,13 +145,13 @@ __global__ void __launch_bounds__(kThreads)
         }
     }
     // dq of this tile's rows; of slack too, it costs nothing more.
-    const int all_rows = max(min(tile.rows.sequence.length - tile.rows.begin, arguments.block_m), 0);
+    const int all_rows = max(min(tile.rows.sequence.length - tile.rows.begin, arguments.shape.block_m), 0);
     if (tiled && all_rows > 0) {
-        for (int row = max(rows, 0) + threadIdx.x; row < arguments.block_m; row += kThreads) {
+        for (int row = max(rows, 0) + threadIdx.x; row < arguments.shape.block_m; row += kThreads) {
             tile_terms[row] = -minus_infinity();
-            tile_terms[arguments.block_m + row] = 0.f;
+            tile_terms[arguments.shape.block_m + row] = 0.f;
         }
-        const int elements = arguments.block_m * arguments.shape.tile_columns;
+        const int elements = arguments.shape.block_m * arguments.shape.tile_columns;
         float* dq = arguments.scratch.dq + tile.number * elements;
         for (int i = threadIdx.x * 4; i < elements; i += kThreads * 4) {
             *reinterpret_cast<float4*>(dq + i) = float4{0.f, 0.f, 0.f, 0.f};
@@ -173,14 +173,22 @@ __global__ void __launch_bounds__(kThreads)
     }
 }
 
+// Two neighbours of dq from sums of dS K.
+__device__ __forceinline__ uint32_t scaled_pair(const ForwardParams& attention, float low, float high) {
+    low *= attention.softmax_scale;
+    high *= attention.softmax_scale;
+    return attention.dtype == DataType::kFloat16 ? pack<DataType::kFloat16>(low, high)
+                                                 : pack<DataType::kBFloat16>(low, high);
+}
+
 __global__ void __launch_bounds__(kThreads)
     backward_postprocess_kernel(const __grid_constant__ HelperArguments arguments) {
     QueryTile tile;
     if (!find_query_tile(arguments, tile)) return;
     const BackwardParams& params = arguments.params;
     const ForwardParams& attention = params.attention;
-    const int rows = min(tile.rows.sequence.length - tile.rows.begin, arguments.block_m);
-    const int rows_used = min(tile.rows.sequence.used - tile.rows.begin, arguments.block_m);
+    const int rows = min(tile.rows.sequence.length - tile.rows.begin, arguments.shape.block_m);
+    const int rows_used = min(tile.rows.sequence.used - tile.rows.begin, arguments.shape.block_m);
     const int first = tile.rows.sequence.start + tile.rows.begin;
     const int64_t first_row = tile.sequence_head * attention.seqlen_q + first;
     char* dq = static_cast<char*>(params.dq.data) + row_offset(params.dq, tile.batch, first, tile.head) * 2;
@@ -194,13 +202,8 @@ __global__ void __launch_bounds__(kThreads)
                 arguments.scratch.dq + dq_scratch_offset(first_row + row, attention.head_dim) + part * 2 * kDqChunk;
             const float4 even = *reinterpret_cast<const float4*>(sum);
             const float4 odd = *reinterpret_cast<const float4*>(sum + kDqChunk);
-            const auto round = [&](float low, float high) {
-                low *= attention.softmax_scale;
-                high *= attention.softmax_scale;
-                return attention.dtype == DataType::kFloat16 ? pack<DataType::kFloat16>(low, high)
-                                                             : pack<DataType::kBFloat16>(low, high);
-            };
-            packed = {round(even.x, odd.x), round(even.y, odd.y), round(even.z, odd.z), round(even.w, odd.w)};
+            packed = {scaled_pair(attention, even.x, odd.x), scaled_pair(attention, even.y, odd.y),
+                      scaled_pair(attention, even.z, odd.z), scaled_pair(attention, even.w, odd.w)};
         }
         *reinterpret_cast<uint4*>(dq + row * params.dq.stride_row * 2 + part * 16) = packed;
     }
@@ -222,12 +225,6 @@ __global__ void __launch_bounds__(kThreads)
     const float* sums = arguments.scratch.dq + tile.number * shape.block_m * shape.tile_columns;
     // A thread takes 8 columns of rows `row` and `row + 8`, which a quad held; its neighbours take the next columns.
     const int groups = attention.head_dim / 8;
-    const auto round = [&](float low, float high) {
-        low *= attention.softmax_scale;
-        high *= attention.softmax_scale;
-        return attention.dtype == DataType::kFloat16 ? pack<DataType::kFloat16>(low, high)
-                                                     : pack<DataType::kBFloat16>(low, high);
-    };
     for (int i = threadIdx.x; i < shape.block_m / 2 * groups; i += kThreads) {
         const int column = i % groups * 8, quad = i / groups % 32, part_row = i / groups / 32 * 64;
         const int row = part_row + quad / 8 * 16 + quad % 8;
@@ -245,10 +242,14 @@ __global__ void __launch_bounds__(kThreads)
             if (here >= rows) continue;
             uint4 packed{0u, 0u, 0u, 0u};
             if (here < rows_used) {
-                packed = half == 0 ? uint4{round(values[0].x, values[0].y), round(values[1].x, values[1].y),
-                                           round(values[2].x, values[2].y), round(values[3].x, values[3].y)}
-                                   : uint4{round(values[0].z, values[0].w), round(values[1].z, values[1].w),
-                                           round(values[2].z, values[2].w), round(values[3].z, values[3].w)};
+                packed = half == 0 ? uint4{scaled_pair(attention, values[0].x, values[0].y),
+                                           scaled_pair(attention, values[1].x, values[1].y),
+                                           scaled_pair(attention, values[2].x, values[2].y),
+                                           scaled_pair(attention, values[3].x, values[3].y)}
+                                   : uint4{scaled_pair(attention, values[0].z, values[0].w),
+                                           scaled_pair(attention, values[1].z, values[1].w),
+                                           scaled_pair(attention, values[2].z, values[2].w),
+                                           scaled_pair(attention, values[3].z, values[3].w)};
             }
             *reinterpret_cast<uint4*>(dq + here * params.dq.stride_row * 2 + column * 2) = packed;
         }
@@ -276,9 +277,8 @@ __global__ void __launch_bounds__(kThreads) backward_sinks_kernel(const __grid_c
 
 HelperArguments helper_arguments(const BackwardParams& params, const BackwardScratch& scratch,
                                  const ScratchShape& shape) {
-    return {
-        params, scratch,      sequence_heads(params.attention), backward_query_slots(params.attention, shape.block_m),
-        shape,  shape.block_m};
+    return {params, scratch, sequence_heads(params.attention), backward_query_slots(params.attention, shape.block_m),
+            shape};
 }
 
 cudaError_t launch(const void* kernel, dim3 grid, HelperArguments& arguments, cudaStream_t stream) {

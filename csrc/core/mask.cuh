@@ -34,7 +34,7 @@ struct Mask {
     int32_t seqlen_k;  // keys that count
 
     __device__ __forceinline__ KeyRange visible(int32_t row) const {
-        // Ordered so that nothing leaves 32 bits: row + shift lies in [-seqlen_q, seqlen_k).
+        // Nothing leaves 32 bits: row + shift lies in [-seqlen_q, seqlen_k + a tile), padding rows included.
         const int32_t diagonal = row + shift;
         KeyRange keys{0, seqlen_k};
         if (bounds.left >= 0) keys.begin = diagonal > bounds.left ? diagonal - bounds.left : 0;

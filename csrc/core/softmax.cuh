@@ -56,7 +56,7 @@ __device__ __forceinline__ RowResult finish_row(float row_max, float sum, float 
 template <int kMTiles>
 struct OnlineSoftmax {
     float row_max[kMTiles][2];  // of the scores before scaling
-    float row_sum[kMTiles][2];  // of exp(score - row_max)
+    float row_sum[kMTiles][2];  // of exp2(scale_log2 * (score - row_max)); row_max may lag
 
     __device__ __forceinline__ OnlineSoftmax() {
 #pragma unroll

@@ -13,25 +13,14 @@ template <int kCtaGroup>
 __device__ __forceinline__ void tcgen05_mma_f16_ss(uint32_t d_tmem, uint64_t a, uint64_t b, uint32_t shape,
                                                    bool accumulate) {
     static_assert(kCtaGroup == 1 || kCtaGroup == 2);
-    if constexpr (kCtaGroup == 1) {
-        asm volatile(
-            "{\n"
-            ".reg .pred p;\n"
-            "setp.ne.b32 p, %4, 0;\n"
-            "tcgen05.mma.cta_group::1.kind::f16 [%0], %1, %2, %3, p;\n"
-            "}" ::"r"(d_tmem),
-            "l"(a), "l"(b), "r"(shape), "r"(static_cast<uint32_t>(accumulate))
-            : "memory");
-    } else {
-        asm volatile(
-            "{\n"
-            ".reg .pred p;\n"
-            "setp.ne.b32 p, %4, 0;\n"
-            "tcgen05.mma.cta_group::2.kind::f16 [%0], %1, %2, %3, p;\n"
-            "}" ::"r"(d_tmem),
-            "l"(a), "l"(b), "r"(shape), "r"(static_cast<uint32_t>(accumulate))
-            : "memory");
-    }
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, %4, 0;\n"
+        "tcgen05.mma.cta_group::%5.kind::f16 [%0], %1, %2, %3, p;\n"
+        "}" ::"r"(d_tmem),
+        "l"(a), "l"(b), "r"(shape), "r"(static_cast<uint32_t>(accumulate)), "n"(kCtaGroup)
+        : "memory");
 }
 
 // The same with A in tensor memory, two 16-bit values to a column, K-major.
@@ -39,25 +28,14 @@ template <int kCtaGroup>
 __device__ __forceinline__ void tcgen05_mma_f16_ts(uint32_t d_tmem, uint32_t a_tmem, uint64_t b, uint32_t shape,
                                                    bool accumulate) {
     static_assert(kCtaGroup == 1 || kCtaGroup == 2);
-    if constexpr (kCtaGroup == 1) {
-        asm volatile(
-            "{\n"
-            ".reg .pred p;\n"
-            "setp.ne.b32 p, %4, 0;\n"
-            "tcgen05.mma.cta_group::1.kind::f16 [%0], [%1], %2, %3, p;\n"
-            "}" ::"r"(d_tmem),
-            "r"(a_tmem), "l"(b), "r"(shape), "r"(static_cast<uint32_t>(accumulate))
-            : "memory");
-    } else {
-        asm volatile(
-            "{\n"
-            ".reg .pred p;\n"
-            "setp.ne.b32 p, %4, 0;\n"
-            "tcgen05.mma.cta_group::2.kind::f16 [%0], [%1], %2, %3, p;\n"
-            "}" ::"r"(d_tmem),
-            "r"(a_tmem), "l"(b), "r"(shape), "r"(static_cast<uint32_t>(accumulate))
-            : "memory");
-    }
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, %4, 0;\n"
+        "tcgen05.mma.cta_group::%5.kind::f16 [%0], [%1], %2, %3, p;\n"
+        "}" ::"r"(d_tmem),
+        "r"(a_tmem), "l"(b), "r"(shape), "r"(static_cast<uint32_t>(accumulate)), "n"(kCtaGroup)
+        : "memory");
 }
 
 // PTX ISA 9.7.16.12.1 (tcgen05.commit). One arrival at the mbarrier once all products that this thread has issued are

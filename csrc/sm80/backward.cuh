@@ -320,7 +320,7 @@ struct Backward {
         const bool deterministic = arguments.scratch.turns != nullptr;
 
         BackwardWork* const shared_work = reinterpret_cast<BackwardWork*>(smem + kWorkOffset);
-        if (threadIdx.x == 0) *shared_work = find_work<kBlockM, kBlockN>(arguments);
+        if (threadIdx.x == 0) *shared_work = {find_key_tile<kBlockM, kBlockN>(arguments), nullptr};
         __syncthreads();  // the work is there
         volatile BackwardWork& work = *shared_work;
         if (work.is_empty) return;
@@ -403,18 +403,10 @@ struct Backward {
         cudaError_t error = launch_backward_preprocess(params, arguments.scratch, kBlockM, stream);
         if (error != cudaSuccess) return error;
 
-        const bool packed = attention.cu_seqlens_k != nullptr;
-        const int64_t heads = packed ? attention.heads_k : static_cast<int64_t>(attention.batch) * attention.heads_k;
-        const int64_t tiles = packed ? varlen_slots(attention.seqlen_k, attention.batch, kBlockN)
-                                     : (static_cast<int64_t>(attention.seqlen_k) + kBlockN - 1) / kBlockN;
-        if (heads * tiles > 0 && attention.seqlen_k > 0) {
-            arguments.bounds = mask_bounds(attention);
+        const auto [heads, tiles] = key_tiles(attention, kBlockN);
+        if (heads * tiles > 0) {
+            fill_backward_arguments(arguments, kBlockM);
             arguments.order = launch_order(arguments, heads, tiles, context->sm_count);
-            arguments.query_slots = static_cast<int32_t>(backward_query_slots(attention, kBlockM));
-            arguments.scale_log2 = attention.softmax_scale * kLog2E;
-            arguments.inner_scale = attention.softcap > 0.f ? attention.softmax_scale / attention.softcap : 0.f;
-            arguments.softcap_log2 = attention.softcap * kLog2E;
-            arguments.dropout_scale = 65536.f / static_cast<float>(65536u - attention.dropout_threshold);
 
             const void* kernel = reinterpret_cast<const void*>(&backward_kernel<Backward>);
             static SharedMemoryOptIn opt_in;

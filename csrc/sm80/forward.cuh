@@ -13,11 +13,11 @@
 // warps are done with the buffer that is filled next).
 //
 // Registers of a warp: S (kWarpRows x kBlockN) becomes P in place and, packed in pairs, the A operand of P V; O
-// (kWarpRows x d_v) stays in registers to the end. Softmax works on scores in base 2; row sums are added up across
-// lanes once, at the end.
+// (kWarpRows x d_v) stays in registers to the end. The plain softmax keeps raw scores and scales them in the exponent
+// (base 2); in the rich variant they are in base 2 already. Row sums are added up across lanes once, at the end.
 //
-// Shared memory: Q kBlockM x d, kStages x K (kBlockN x d), kStages x V (kBlockN x d_v), swizzled (tile.cuh). The output
-// leaves through each warp's own rows of Q.
+// Shared memory: Q kBlockM x d, kStages x K (kBlockN x d), kStages x V (kBlockN x d_v), swizzled (tile.cuh), the plan,
+// row sums with park_sums. The output leaves through each warp's own rows of Q.
 #pragma once
 
 #include <cuda_runtime_api.h>

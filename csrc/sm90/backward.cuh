@@ -138,23 +138,18 @@ struct Backward : BackwardShape<kType, kHeadDim, kHeadDimV, kTile, kRich> {
         cudaError_t error = launch_backward_preprocess(params, arguments.scratch, kScratch, stream);
         if (error != cudaSuccess) return error;
 
-        const bool packed = attention.cu_seqlens_k != nullptr;
-        const int64_t heads = packed ? attention.heads_k : static_cast<int64_t>(attention.batch) * attention.heads_k;
-        const int64_t tiles = packed ? varlen_slots(attention.seqlen_k, attention.batch, kBlockN)
-                                     : (static_cast<int64_t>(attention.seqlen_k) + kBlockN - 1) / kBlockN;
-        if (heads * tiles > 0 && attention.seqlen_k > 0) {
+        const auto [heads, tiles] = key_tiles(attention, kBlockN);
+        if (heads * tiles > 0) {
             error = encode_maps(arguments);
             if (error != cudaSuccess) return error;
-            arguments.bounds = mask_bounds(attention);
+            fill_backward_arguments(arguments, kBlockM);
             // What the key tiles of a head read (and add to): Q, dO and the scratch.
             const int64_t query_bytes = static_cast<int64_t>(attention.seqlen_q) * attention.heads_q /
                                         attention.heads_k * (2 * attention.head_dim_v + 6 * attention.head_dim);
             arguments.order = make_tile_order(heads, tiles, arguments.bounds.right == 0, query_bytes);
-            arguments.query_slots = static_cast<int32_t>(backward_query_slots(attention, kBlockM));
-            arguments.scale_log2 = attention.softmax_scale * kLog2E;
-            arguments.inner_scale = attention.softcap > 0.f ? attention.softmax_scale / attention.softcap : 0.f;
-            arguments.softcap_log2 = attention.softcap * kLog2E;
-            arguments.dropout_scale = 65536.f / static_cast<float>(65536u - attention.dropout_threshold);
+            // Seen from the keys a causal mask leaves the first tile the most to do: sections of heads, but tiles in
+            // order.
+            arguments.order.heaviest_first = 0;
 
             const void* kernel = reinterpret_cast<const void*>(&backward_kernel<Backward>);
             static SharedMemoryOptIn opt_in;

@@ -2,8 +2,8 @@
 //
 // Heads are taken in sections. Within a section the tile is the slow index and the head the fast one, so that with
 // heaviest_first the long tiles of every head start before the short ones; a section's keys and values fit the L2 cache
-// unless 8 heads are too many, so that tiles of a head that run at once read them there. A section of one head walks its
-// tiles in order. The query heads of one key head are neighbours.
+// (unless 8 heads are too many), so that tiles of a head that run at once read them there. A section of one head walks
+// its tiles in order. The query heads of one key head are neighbours.
 #pragma once
 
 #include <stdint.h>

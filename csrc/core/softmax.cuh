@@ -39,7 +39,6 @@ __device__ __forceinline__ RowResult finish_row(float row_max, float sum, float 
     // The maximum passes over NaN, the sum does not: a row of NaN alone has keys.
     const bool has_keys = row_max != minus_infinity() || sum != 0.f;
     float factor = 1.f;
-    if (!has_keys) maximum = minus_infinity();
     if (has_sink) {
         const float sink_log2 = sink * kLog2E;
         const float larger = fmaxf(maximum, sink_log2);

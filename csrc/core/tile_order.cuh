@@ -28,6 +28,24 @@ struct TileIndex {
     int32_t tile;
 };
 
+// Sections of about `section` heads, each with its tiles in order.
+inline TileOrder ascending_order(int64_t heads, int64_t tiles, int64_t section) {
+    // The rest of the division goes to the last section: it decides how evenly the launch ends, so it must not be
+    // small.
+    const int64_t sections = heads > section ? heads / section : 1;
+    section = heads / sections > 0 ? heads / sections : 1;
+    TileOrder order;
+    order.heads = heads;
+    order.tiles = static_cast<int32_t>(tiles);
+    order.heaviest_first = 0;
+    order.section = make_fast_divisor(static_cast<uint32_t>(section));
+    order.last_section = make_fast_divisor(static_cast<uint32_t>(heads - (sections - 1) * section));
+    order.is_large = heads * tiles > INT32_MAX;
+    order.per_section = make_fast_divisor(order.is_large ? 1 : static_cast<uint32_t>(section * tiles));
+    order.sections = sections;
+    return order;
+}
+
 // key_bytes_per_head: the keys and values that the tiles of a head read.
 inline TileOrder make_tile_order(int64_t heads, int64_t tiles, bool heaviest_first, int64_t key_bytes_per_head) {
     // About half of the L2 cache of the data-centre parts. Too few heads would leave a long tile to the end.
@@ -37,21 +55,9 @@ inline TileOrder make_tile_order(int64_t heads, int64_t tiles, bool heaviest_fir
         section = key_bytes_per_head > 0 ? kSectionBytes / key_bytes_per_head : kMaxHeads;
         section = section < kMinHeads ? kMinHeads : section;
         section = section > kMaxHeads ? kMaxHeads : section;
-        section = section > heads ? heads : section;
     }
-    // The rest of the division goes to the last section: it decides how evenly the launch ends, so it must not be
-    // small.
-    const int64_t sections = heads / section > 0 ? heads / section : 1;
-    section = heads / sections > 0 ? heads / sections : 1;
-    TileOrder order;
-    order.heads = heads;
-    order.tiles = static_cast<int32_t>(tiles);
+    TileOrder order = ascending_order(heads, tiles, section);
     order.heaviest_first = heaviest_first;
-    order.section = make_fast_divisor(static_cast<uint32_t>(section));
-    order.last_section = make_fast_divisor(static_cast<uint32_t>(heads - (sections - 1) * section));
-    order.is_large = heads * tiles > INT32_MAX;
-    order.per_section = make_fast_divisor(order.is_large ? 1 : static_cast<uint32_t>(section * tiles));
-    order.sections = sections;
     return order;
 }
 

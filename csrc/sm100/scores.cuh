@@ -6,6 +6,7 @@
 #include "core/mask.cuh"
 #include "core/numeric.cuh"
 #include "core/philox.cuh"
+#include "core/tanh.cuh"
 #include "sm90/scores.cuh"
 
 namespace flash_ext::sm100 {
@@ -30,7 +31,7 @@ __device__ __forceinline__ void transform_row(float (&s)[kCount], float scale_lo
                                               float softcap_log2, float slope_log2, int distance) {
     if (softcap_log2 > 0.f) {
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) s[i] = softcap_log2 * sm90::tanh_ex2(s[i] * inner_scale);
+        for (int i = 0; i < kCount; ++i) s[i] = softcap_log2 * tanh_ex2(s[i] * inner_scale);
     } else {
 #pragma unroll
         for (int i = 0; i < kCount; ++i) s[i] *= scale_log2;

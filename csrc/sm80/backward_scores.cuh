@@ -9,6 +9,7 @@
 #include "core/mma.cuh"
 #include "core/numeric.cuh"
 #include "core/philox.cuh"
+#include "core/tanh.cuh"
 #include "params.h"
 #include "ptx/ex2.cuh"
 #include "ptx/memory.cuh"
@@ -129,7 +130,7 @@ __device__ __forceinline__ void differentiate_softmax(float (&s)[kMTiles][kNTile
                     float score = s[m][n][i], chain = 1.f;
                     if constexpr (kRich) {
                         if (attention.softcap > 0.f) {
-                            const float t = tanhf(score * arguments.inner_scale);
+                            const float t = tanh_ex2(score * arguments.inner_scale);
                             score = t * arguments.softcap_log2;
                             chain = 1.f - t * t;
                         } else {

@@ -1,30 +1,15 @@
-// Backward attention on sm80: in which order CTAs take their work, and in which those of a deterministic launch add to
-// dQ.
+// Backward attention on sm80: in which order the CTAs of a deterministic launch add to dQ.
 #pragma once
 
 #include <stdint.h>
 
 #include "common/backward_work.cuh"
 #include "core/mask.cuh"
-#include "core/tile_order.cuh"
 #include "params.h"
 #include "ptx/memory.cuh"
 #include "ptx/special_registers.cuh"
 
 namespace flash_ext::sm80 {
-
-// Heads in sections of `section` at least, the tiles of each from the first to the last: with a causal mask the first
-// key tiles are the heaviest (core/tile_order.cuh has the order for query tiles).
-inline TileOrder ascending_order(int64_t heads, int64_t tiles, int64_t section) {
-    TileOrder order = make_tile_order(heads, tiles, false, 0);
-    const int64_t sections = heads > section ? heads / section : 1;
-    section = heads / sections;
-    order.section = make_fast_divisor(static_cast<uint32_t>(section));
-    order.last_section = make_fast_divisor(static_cast<uint32_t>(heads - (sections - 1) * section));
-    order.per_section = make_fast_divisor(order.is_large ? 1 : static_cast<uint32_t>(section * tiles));
-    order.sections = sections;
-    return order;
-}
 
 // Read where it is used (volatile), not kept in registers.
 struct BackwardWork : KeyTileWork {

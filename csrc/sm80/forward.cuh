@@ -33,6 +33,7 @@
 #include "core/tile_order.cuh"
 #include "params.h"
 #include "ptx/special_registers.cuh"
+#include "sm80/forward_scores.cuh"
 #include "sm80/tile.cuh"
 
 namespace flash_ext::sm80 {
@@ -121,12 +122,6 @@ struct Forward {
     static constexpr int kSumsOffset = kPlanOffset + sizeof(Plan);  // per thread, where they are parked
     static constexpr int64_t kSharedMemory = kSumsOffset + (kTile.park_sums ? kThreads * kMTiles * 8 : 0);
 
-    // This thread's place in its warp's tile of scores.
-    struct Place {
-        int row;     // of half 0 of m-tile 0, from the start of the sequence
-        int column;  // of element 0 of n-tile 0, within the block
-    };
-
     // This lane's row of the block at (0, 0) of its warp's rows of Q.
     __device__ __forceinline__ static uint32_t q_row_address(uint32_t q_smem, int thread) {
         return q_smem + thread / 32 * kWarpRows * QTile::kRowBytes + QTile::block_offset(0, thread % 32);
@@ -210,81 +205,6 @@ struct Forward {
                 for (int m = 0; m < kMTiles; ++m) {
                     mma<kType>(o_frag[m][n], p_pack[m], v_frag[0], v_frag[1]);
                     mma<kType>(o_frag[m][n + 1], p_pack[m], v_frag[2], v_frag[3]);
-                }
-            }
-        }
-    }
-
-    // Raw products to scores in base 2: scale, softcap, bias.
-    __device__ __forceinline__ static void transform_scores(SFragment& s_frag, const ForwardArguments& arguments,
-                                                            float slope_log2, Place place, int shift, int first_key) {
-        if (arguments.params.softcap > 0.f) {
-#pragma unroll
-            for (int i = 0; i < kMTiles * kNTiles * 4; ++i) {
-                float& score = s_frag[i / 4 / kNTiles][i / 4 % kNTiles][i % 4];
-                score = arguments.softcap_log2 * tanhf(score * arguments.inner_scale);
-            }
-        } else {
-#pragma unroll
-            for (int i = 0; i < kMTiles * kNTiles * 4; ++i) {
-                s_frag[i / 4 / kNTiles][i / 4 % kNTiles][i % 4] *= arguments.scale_log2;
-            }
-        }
-        if (slope_log2 != 0.f) {
-#pragma unroll
-            for (int m = 0; m < kMTiles; ++m) {
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const float distance =
-                        static_cast<float>(place.row + m * 16 + half * 8 + shift - (first_key + place.column));
-#pragma unroll
-                    for (int n = 0; n < kNTiles; ++n) {
-                        s_frag[m][n][2 * half] -= slope_log2 * fabsf(distance - n * 8);
-                        s_frag[m][n][2 * half + 1] -= slope_log2 * fabsf(distance - (n * 8 + 1));
-                    }
-                }
-            }
-        }
-    }
-
-    __device__ __forceinline__ static void mask_scores(SFragment& s_frag, const Mask& mask, Place place,
-                                                       int first_key) {
-#pragma unroll
-        for (int m = 0; m < kMTiles; ++m) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const KeyRange keys = mask.visible(place.row + m * 16 + half * 8);
-                const int begin = keys.begin - first_key - place.column;
-                const int end = keys.end - first_key - place.column;
-#pragma unroll
-                for (int n = 0; n < kNTiles; ++n) {
-#pragma unroll
-                    for (int c = 0; c < 2; ++c) {
-                        const int key = n * 8 + c;
-                        if (key < begin || key >= end) s_frag[m][n][2 * half + c] = minus_infinity();
-                    }
-                }
-            }
-        }
-    }
-
-    __device__ __forceinline__ static void drop_scores(SFragment& p_frag, PhiloxKey key, uint32_t threshold,
-                                                       Place place, int first_key, int batch, int head) {
-#pragma unroll
-        for (int m = 0; m < kMTiles; ++m) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int row = place.row + m * 16 + half * 8;
-#pragma unroll
-                for (int group = 0; group < kBlockN / 32; ++group) {
-                    const uint4 words =
-                        philox4x32_7(key, (first_key / 32 + group) * 4 + place.column / 2, row, batch, head);
-#pragma unroll
-                    for (int element = 0; element < 8; ++element) {
-                        if (!dropout_keeps(words, element, threshold)) {
-                            p_frag[m][group * 4 + element / 2][2 * half + element % 2] = 0.f;
-                        }
-                    }
                 }
             }
         }
@@ -383,25 +303,26 @@ struct Forward {
 
         const uint32_t q_smem = static_cast<uint32_t>(__cvta_generic_to_shared(smem));
         constexpr uint32_t kKOffset = kQBytes, kVOffset = kQBytes + kStages * kKBytes;  // from q_smem
-        // This thread's first chunk of the block of keys that is copied next, unless worked out for each copy.
+        // This thread's first chunk of the block of keys that is copied next, unless worked out for each copy. copier:
+        // threadIdx.x, kept or read anew (ForwardTile).
         const char *k_source = nullptr, *v_source = nullptr;
-        const auto k_source_at = [&](const char* keys, int thread, int block) {
-            return keys + block * arguments.k_block_stride + KLoader::source_offset(thread, params.k.stride_row * 2);
+        const auto k_source_at = [&](const char* keys, int copier, int block) {
+            return keys + block * arguments.k_block_stride + KLoader::source_offset(copier, params.k.stride_row * 2);
         };
-        const auto v_source_at = [&](const char* values, int thread, int block) {
-            return values + block * arguments.v_block_stride + VLoader::source_offset(thread, params.v.stride_row * 2);
+        const auto v_source_at = [&](const char* values, int copier, int block) {
+            return values + block * arguments.v_block_stride + VLoader::source_offset(copier, params.v.stride_row * 2);
         };
-        const auto copy_k = [&](bool is_first, int thread, int block, int stage, int rows) {
-            const char* source = kTile.remake_pointers && !is_first ? k_source_at(plan.keys, thread, block) : k_source;
-            KLoader::load(q_smem + KLoader::smem_offset(thread) + kKOffset + stage * kKBytes, source,
-                          arguments.k_pass_stride, rows, params.head_dim, thread);
+        const auto copy_k = [&](bool is_first, int copier, int block, int stage, int rows) {
+            const char* source = kTile.remake_pointers && !is_first ? k_source_at(plan.keys, copier, block) : k_source;
+            KLoader::load(q_smem + KLoader::smem_offset(copier) + kKOffset + stage * kKBytes, source,
+                          arguments.k_pass_stride, rows, params.head_dim, copier);
             k_source -= arguments.k_block_stride;
         };
-        const auto copy_v = [&](bool is_first, int thread, int block, int stage, int rows) {
+        const auto copy_v = [&](bool is_first, int copier, int block, int stage, int rows) {
             const char* source =
-                kTile.remake_pointers && !is_first ? v_source_at(plan.values, thread, block) : v_source;
-            VLoader::load(q_smem + VLoader::smem_offset(thread) + kVOffset + stage * kVBytes, source,
-                          arguments.v_pass_stride, rows, params.head_dim_v, thread);
+                kTile.remake_pointers && !is_first ? v_source_at(plan.values, copier, block) : v_source;
+            VLoader::load(q_smem + VLoader::smem_offset(copier) + kVOffset + stage * kVBytes, source,
+                          arguments.v_pass_stride, rows, params.head_dim_v, copier);
             v_source -= arguments.v_block_stride;
         };
 
@@ -486,9 +407,12 @@ struct Forward {
                 ptx::cp_async_commit_group();
             }
             const int first_key = block * kBlockN;
-            const Place place{plan.row_begin + place_thread / 32 * kWarpRows + place_thread % 32 / 4,
-                              place_thread % 4 * 2};
-            if constexpr (kRich) transform_scores(s_frag, arguments, slope_log2, place, plan.mask.shift, first_key);
+            const RowPlace place{plan.row_begin + place_thread / 32 * kWarpRows + place_thread % 32 / 4,
+                                 place_thread % 4 * 2};
+            if constexpr (kRich) {
+                transform_scores(s_frag, arguments.softcap_log2, arguments.inner_scale, arguments.scale_log2,
+                                 slope_log2, place, plan.mask.shift, first_key);
+            }
             if constexpr (kMasked) mask_scores(s_frag, plan.mask, place, first_key);
             const float scale_log2 = kRich ? 1.f : arguments.scale_log2;
             float rescale[kMTiles][2];

@@ -7,6 +7,7 @@
 #include "core/mma.cuh"
 #include "core/numeric.cuh"
 #include "core/philox.cuh"
+#include "core/tanh.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "sm90/panel.cuh"
 
@@ -86,17 +87,6 @@ __device__ __forceinline__ void multiply_again(float (&s_frag)[kBlockN / 2], con
         }
     }
     __syncwarp();  // all lanes have read Q before one of them hands it back
-}
-
-// tanh by one exponential; by its series where that would cancel. Relative error about 3e-7.
-__device__ __forceinline__ float tanh_ex2(float x) {
-    const float square = x * x;
-    float series = fmaf(square, 62.f / 2835.f, -17.f / 315.f);
-    series = fmaf(square, series, 2.f / 15.f);
-    series = fmaf(square, series, -1.f / 3.f);
-    series = fmaf(square * x, series, x);
-    const float far = 1.f - __fdividef(2.f, ptx::ex2_approx_ftz(x * (2.f * kLog2E)) + 1.f);
-    return fabsf(x) < 0.3f ? series : far;
 }
 
 // Raw products to scores in base 2: scale, softcap, bias.

@@ -7,6 +7,7 @@
 #   tests      the tests of one path on the GPU
 #   repeat     1,000 deterministic backwards while another stream loads memory, two streams and two graphs at once
 #   train      a byte-level GPT with flash_ext and with PyTorch's attention; loss curves; the other tests of training
+#   step       whole training steps with flash_ext and with PyTorch's attention: time and peak memory
 #   sanitizer  the small tests (-m sanitizer) under compute-sanitizer: memcheck, synccheck, and racecheck for sm80
 #   emulator   the kernels of a path on the GPU against the same in the PTX emulator (the build folder has their PTX)
 #   bench      the benchmark, with recording and plots
@@ -15,6 +16,7 @@
 #   --path sm80|sm90|sm100|cpu    force a path (default: what serves this GPU)
 #   --direction forward|backward  narrow the tests, the sanitizer or the benchmark to one direction
 #   --rows REGEX                  bench: only rows whose name matches
+#   --deterministic               bench: the deterministic backward beside the default one
 #   --rounds N                    bench: turns of each provider (default 3)
 #   --tools "memcheck ..."        sanitizer: which tools
 #   --shared-memory BYTES         tests: with so much shared memory per CTA (101376: GPUs of compute capability 8.6, 8.9
@@ -37,7 +39,7 @@ case $stage in -h | --help) usage; exit 0 ;; esac
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3}
-path="" direction="" rows="" rounds=3 tools="" jobs=4 limit=470 shared_memory=""
+path="" direction="" rows="" rounds=3 tools="" jobs=4 limit=470 shared_memory="" deterministic=""
 out=${OUT:-$root/build/gpu_suite}
 files=()
 while [ $# -gt 0 ]; do
@@ -52,6 +54,10 @@ while [ $# -gt 0 ]; do
             shared_memory=$2
             shift 2
             ;;
+        --deterministic)
+            deterministic=--deterministic
+            shift
+            ;;
         -*) die "unknown option $1 (see --help)" ;;
         *) files+=("$(realpath -m "$1")"); shift ;;
     esac
@@ -64,7 +70,7 @@ mkdir -p "$out" || die "cannot make $out"
 out=$(cd "$out" && pwd)
 cd "$root" || exit 2
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
-label=${path:-auto}${direction:+-$direction}${shared_memory:+-$shared_memory}
+label=${path:-auto}${direction:+-$direction}${deterministic:+-deterministic}${shared_memory:+-$shared_memory}
 started=$SECONDS
 failures=()
 summary=()
@@ -173,6 +179,13 @@ stage_train() {
     check train "$python" -m pytest tests/test_training.py --path "$test_path" -q -p no:cacheprovider --durations=0
 }
 
+stage_step() {
+    local quick=""
+    [ "$path" != cpu ] || quick=--quick
+    check step env ${path:+FLASH_EXT_PATH="$path"} "$python" benchmarks/training_step.py --rounds "$rounds" $quick \
+        --json "$out/step-$label.json"
+}
+
 stage_sanitizer() {
     local test_path=${path:-$(default_path)} selection errors
     command -v compute-sanitizer >/dev/null || die "compute-sanitizer is not on PATH (it comes with the CUDA toolkit)"
@@ -209,7 +222,7 @@ stage_emulator() {
 
 stage_bench() {
     check bench "$python" -m flash_ext bench ${path:+--path "$path"} ${direction:+--direction "$direction"} \
-        ${rows:+--rows "$rows"} --rounds "$rounds" --json "$out/bench-$label.json" --plot "$out/plots-$label"
+        ${rows:+--rows "$rows"} --rounds "$rounds" $deterministic --json "$out/bench-$label.json" --plot "$out/plots-$label"
     summary+=("$(grep -E '^(forward|backward): geometric' "$out/bench.log" | sed 's/^/bench: /')")
 }
 
@@ -224,7 +237,7 @@ stage_compare() {
 }
 
 case $stage in
-    demo | tests | repeat | train | sanitizer | emulator | bench | compare) "stage_$stage" ;;
+    demo | tests | repeat | train | step | sanitizer | emulator | bench | compare) "stage_$stage" ;;
     *) die "unknown stage $stage (see --help)" ;;
 esac
 

@@ -187,6 +187,26 @@ def test_two_rounds_meet_no_floor() -> None:
     assert summary.counts == {"pass": 1} and not summary.meets
 
 
+def test_deterministic_mode_has_goals_of_its_own() -> None:
+    """0.85 of the default mode in the mean, 0.75 in every row, no tie."""
+
+    def compared(*ratios: float) -> Recording:
+        rows = [
+            Measurement(f"r{i}", "training", "backward", 1e12, results.DEFAULT, results.DETERMINISTIC_ROW)
+            for i in range(len(ratios))
+        ]
+        for row, ratio in zip(rows, ratios, strict=True):
+            row.seconds = {OURS: [1.0] * 3, results.DEFAULT: [ratio] * 3}
+        return recording(*rows)
+
+    (summary,) = summarise(compared(0.95, 0.80))
+    assert summary.meets and summary.mean_ratio == pytest.approx(math.sqrt(0.95 * 0.80))
+    (summary,) = summarise(compared(1.0, 0.74))
+    assert not summary.meets and summary.counts == {"pass": 1, "below": 1}
+    (summary,) = summarise(compared(0.84, 0.84))
+    assert not summary.meets and summary.counts == {"pass": 2}
+
+
 def test_share_of_another_row() -> None:
     other = measurement([1.0], [1.0], row="dense")
     share = Measurement("packed", "varlen", "forward", 0.97e12, "cudnn", None, ("dense", 0.95), {OURS: [1.0]})

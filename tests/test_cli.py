@@ -19,6 +19,7 @@ import torch
 import flash_ext
 from flash_ext import support_table
 from flash_ext.__main__ import main
+from flash_ext.bench import results
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -387,7 +388,6 @@ def test_bench_host_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_bench_strict_fails_without_floors(tmp_path: Path) -> None:
     pytest.importorskip("rich")
     pytest.importorskip("matplotlib")
-    from flash_ext.bench import results
 
     measured = results.Measurement("a", "training", "forward", 1e12, "cudnn", 1.2)
     measured.seconds = {"flash_ext": [1.0] * 3, "cudnn": [1.0] * 3}
@@ -444,6 +444,28 @@ def test_gpu_suite_bench_and_compare_on_the_cpu(tmp_path: Path) -> None:
     failed = suite("compare", str(tmp_path / "bench.log"), "--out", str(tmp_path))
     assert failed.returncode == 1
     assert "FAILED: compare" in failed.stdout
+
+
+def test_gpu_suite_deterministic_bench_on_the_cpu(tmp_path: Path) -> None:
+    pytest.importorskip("rich")
+    pytest.importorskip("matplotlib")
+    rows = ("--rows", "^b2 s256 h4 d64", "--rounds", "1", "--out", str(tmp_path))
+    result = suite("bench", "--path", "cpu", "--deterministic", *rows)
+    assert result.returncode == 0, result.stdout + result.stderr
+    recording = results.load(tmp_path / "bench-cpu-deterministic.json")
+    assert recording.options["deterministic"] is True
+    assert {m.direction for m in recording.measurements} == {"backward"}
+    assert all(set(m.seconds) == {results.OURS, results.DEFAULT} for m in recording.measurements)
+
+
+def test_gpu_suite_training_step_on_the_cpu(tmp_path: Path) -> None:
+    """A tiny model: the losses of the attentions agree, and each step is timed in every round."""
+    pytest.importorskip("rich")
+    result = suite("step", "--path", "cpu", "--rounds", "2", "--out", str(tmp_path))
+    assert result.returncode == 0, result.stdout + result.stderr
+    (model,) = json.loads((tmp_path / "step-cpu.json").read_text(encoding="utf-8"))["models"]
+    assert {name: len(times) for name, times in model["seconds"].items()} == {"flash_ext": 2, "sdpa": 2}
+    assert model["first_loss"]["flash_ext"] == pytest.approx(model["first_loss"]["sdpa"], abs=0.02)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

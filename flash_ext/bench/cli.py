@@ -21,7 +21,15 @@ from flash_ext import info
 from flash_ext.bench import results
 from flash_ext.bench.host import TWO_ALLOCATIONS, measure_host
 from flash_ext.bench.plots import plot_recording
-from flash_ext.bench.providers import LABELS, Provider, make_inputs, providers_for, reference_for
+from flash_ext.bench.providers import (
+    DEFAULT,
+    DETERMINISTIC,
+    LABELS,
+    Provider,
+    make_inputs,
+    providers_for,
+    reference_for,
+)
 from flash_ext.bench.report import print_comparison, print_recording
 from flash_ext.bench.rows import DIRECTIONS, Row, load_rows, select_rows
 from flash_ext.bench.runner import measure
@@ -49,6 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", default="", metavar="REGEX", help="only rows whose name matches, e.g. 'd128 causal'")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each provider (default 3)")
     parser.add_argument("--quick", action="store_true", help="few rows and short turns, for a first look")
+    parser.add_argument(
+        "--deterministic", action="store_true", help="measure the deterministic backward beside the default one instead"
+    )
     parser.add_argument("--host", action="store_true", help="measure the host time of a call instead")
     parser.add_argument("--list", action="store_true", help="print the rows and leave")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the recording")
@@ -159,12 +170,16 @@ def _measure(arguments: argparse.Namespace, console: Console) -> results.Recordi
     device, dtype = _device(arguments), DTYPES[arguments.dtype]
     rows = select_rows(device.type, arguments.rows, arguments.quick)
     directions = DIRECTIONS if arguments.direction == "both" else (arguments.direction,)
-    providers = providers_for(device.type)
     path = _serving_path(rows, device, dtype)
+    providers, reference = providers_for(device.type), reference_for(device.type, path)
+    if arguments.deterministic:
+        directions, providers, reference = ("backward",), [DETERMINISTIC, DEFAULT], DEFAULT.name
     warmup_ms, rep_ms = (_QUICK_TURN_MS if arguments.quick else _TURN_MS)[device.type]
     timer = Timer(device.type, warmup_ms, rep_ms)
     recording = _new_recording(arguments, device, path)
     recording.options["timer"] = timer.description
+    if arguments.deterministic:
+        recording.options["deterministic"] = True
     recording.machine["clocks_before"] = gpu_state()
 
     turns = len(rows) * len(directions) * len(providers) * arguments.rounds
@@ -186,7 +201,7 @@ def _measure(arguments: argparse.Namespace, console: Console) -> results.Recordi
                         row,
                         direction,
                         providers=providers,
-                        reference=reference_for(device.type, path),
+                        reference=reference,
                         device=device,
                         dtype=dtype,
                         rounds=arguments.rounds,

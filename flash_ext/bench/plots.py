@@ -11,7 +11,14 @@ from flash_ext.bench.results import OURS, Measurement, Recording, judge
 
 # One colour per provider, the same in every plot; distinguishable with the common colour-vision deficiencies
 # (Okabe and Ito).
-COLOURS = {"flash_ext": "#D55E00", "fa2": "#56B4E9", "cudnn": "#009E73", "sdpa": "#56B4E9", "fa3": "#0072B2"}
+COLOURS = {
+    "flash_ext": "#D55E00",
+    "fa2": "#56B4E9",
+    "cudnn": "#009E73",
+    "default": "#009E73",
+    "sdpa": "#56B4E9",
+    "fa3": "#0072B2",
+}
 
 
 def plot_recording(recording: Recording, folder: Path) -> list[Path]:
@@ -54,7 +61,8 @@ def _title(recording: Recording, direction: str) -> str:
     device = gpus[0]["name"] if gpus else recording.machine.get("cpu", "")
     options = recording.options
     return (
-        f"flash_ext {recording.machine.get('flash_ext', '')}, path {options.get('path', '')}, {direction}, "
+        f"flash_ext {recording.machine.get('flash_ext', '')}, path {options.get('path', '')}, "
+        f"{'deterministic ' if options.get('deterministic') else ''}{direction}, "
         f"{options.get('dtype', '')}, {device}, PyTorch {recording.machine.get('torch', '')}"
     )
 

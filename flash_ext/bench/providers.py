@@ -7,6 +7,7 @@ transposed view, which their kernels read without a copy.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -21,6 +22,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flash_ext
+from flash_ext.bench import results
 from flash_ext.bench.rows import Row
 
 Call = Callable[[], Tensor]
@@ -95,11 +97,12 @@ class Provider:
     context: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
-def _bind_flash_ext(x: Inputs) -> Call:
+def _bind_flash_ext(x: Inputs, **options: Any) -> Call:
+    options["causal"] = x.causal
     if x.cu_seqlens is None:
-        return lambda: flash_ext.flash_attn_func(x.q, x.k, x.v, causal=x.causal)
+        return lambda: flash_ext.flash_attn_func(x.q, x.k, x.v, **options)
     ends, longest = x.cu_seqlens, max(x.lengths)
-    return lambda: flash_ext.flash_attn_varlen_func(x.q, x.k, x.v, ends, ends, longest, longest, causal=x.causal)
+    return lambda: flash_ext.flash_attn_varlen_func(x.q, x.k, x.v, ends, ends, longest, longest, **options)
 
 
 def _bind_sdpa(x: Inputs) -> Call:
@@ -164,6 +167,8 @@ def _with_backend(backend: SDPBackend) -> Callable[[], AbstractContextManager[ob
 
 
 FLASH_EXT = Provider("flash_ext", _bind_flash_ext)
+DETERMINISTIC = Provider("flash_ext", functools.partial(_bind_flash_ext, deterministic=True))
+DEFAULT = Provider(results.DEFAULT, _bind_flash_ext)
 TORCH_FA2 = Provider("fa2", _bind_torch_varlen, _with_backend(SDPBackend.FLASH_ATTENTION))
 TORCH_CUDNN = Provider("cudnn", _bind_sdpa, _with_backend(SDPBackend.CUDNN_ATTENTION))
 TORCH_SDPA = Provider("sdpa", _bind_sdpa)
@@ -172,6 +177,7 @@ FA3 = Provider("fa3", _bind_fa3)
 # What the names in recordings stand for.
 LABELS = {
     "flash_ext": "flash_ext",
+    results.DEFAULT: "flash_ext, not deterministic",
     "fa2": "FlashAttention-2 (PyTorch)",
     "cudnn": "cuDNN (PyTorch)",
     "sdpa": "SDPA (PyTorch, CPU)",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import flash_ext
 from flash_ext.bench.providers import Inputs, Provider, make_inputs
-from flash_ext.bench.results import OURS, Measurement
+from flash_ext.bench.results import DEFAULT, DETERMINISTIC_ROW, OURS, Measurement
 from flash_ext.bench.rows import Row
 from flash_ext.bench.timing import Timer, take_turns
 
@@ -53,7 +53,7 @@ def measure(
         Called once for each provider and round, measured or not.
     """
     # The floors of rows.toml are ratios to cuDNN.
-    floor = 1.0 if reference == "fa2" else row.floors.get(direction)
+    floor = {"fa2": 1.0, DEFAULT: DETERMINISTIC_ROW}.get(reference, row.floors.get(direction))
     measurement = Measurement(row.name, row.group, direction, row.flop(direction), reference, floor, row.share_of)
     inputs = make_inputs(row, device, dtype, requires_grad=direction == "backward")
     measurement.kernel = kernel_of(inputs, direction)

@@ -140,9 +140,18 @@ def link(library: Path, objects: Sequence[Path], kernels: dict[str, Path], capab
     command: list[str | Path] = [os.environ.get("CXX", "g++"), "-shared", *objects, *build_objects(jobs=jobs), *script]
     _run([*command, "-Wl,--no-undefined", "-ldl", "-lpthread", "-o", scratch])
     lines = [f"compute_capability\t{capability}"]
-    lines += [f"{name}\t{path.resolve()}" for name, path in sorted(kernels.items())]
+    # Relative to the index, so that the folder which holds library and PTX may be moved or copied.
+    folder = library.parent.resolve()
+    lines += [f"{name}\t{os.path.relpath(path.resolve(), folder)}" for name, path in sorted(kernels.items())]
     library.with_suffix(".ptx_index").write_text("\n".join(lines) + "\n", encoding="utf-8")
     scratch.replace(library)
+
+
+def read_index(library: Path) -> dict[str, Path]:
+    """The PTX file of each kernel of a library that `link` made, by mangled name."""
+    index = library.with_suffix(".ptx_index")
+    entries = (line.split("\t") for line in index.read_text(encoding="utf-8").splitlines())
+    return {name: index.parent / value for name, value in entries if name != "compute_capability"}
 
 
 def build_path(path: str, out: Path, build_dir: Path | None = None, jobs: int = 1) -> Path:

@@ -112,14 +112,11 @@ class UnitKernels:
         """The same kernels, their PTX edited: in a copy of the library in ``folder``."""
         library = folder / "libunit.so"
         shutil.copy(self.file, library)
-        lines = []
-        for line in self.file.with_suffix(".ptx_index").read_text(encoding="utf-8").splitlines():
-            name, value = line.split("\t")
-            if name != "compute_capability":
-                edited = folder / "edited.ptx"
-                edited.write_text(edit(Path(value).read_text(encoding="utf-8")), encoding="utf-8")
-                value = str(edited)
-            lines.append(f"{name}\t{value}")
+        edited = folder / "edited.ptx"
+        lines = self.file.with_suffix(".ptx_index").read_text(encoding="utf-8").splitlines()[:1]  # compute_capability
+        for name, ptx in build.read_index(self.file).items():
+            edited.write_text(edit(ptx.read_text(encoding="utf-8")), encoding="utf-8")
+            lines.append(f"{name}\t{edited}")
         library.with_suffix(".ptx_index").write_text("\n".join(lines) + "\n", encoding="utf-8")
         return UnitKernels(library_file=library)
 

@@ -26,6 +26,8 @@ void KernelLibrary::load_index() {
     const size_t suffix = index_path_.rfind(".so");
     if (suffix != std::string::npos) index_path_.resize(suffix);
     index_path_ += ".ptx_index";
+    const size_t slash = index_path_.rfind('/');
+    const std::string folder = slash == std::string::npos ? "" : index_path_.substr(0, slash + 1);
     std::ifstream file(index_path_);
     if (!file) raise(Fault::kMissingKernel, "cannot read %s", index_path_.c_str());
     std::string line;
@@ -36,7 +38,7 @@ void KernelLibrary::load_index() {
         if (key == "compute_capability") {
             capability_ = value;
         } else {
-            paths_[key] = value;
+            paths_[key] = value[0] == '/' ? value : folder + value;
         }
     }
     loaded_ = true;

@@ -2,7 +2,7 @@
 //
 // Beside a library NAME.so linked with the emulator lies NAME.ptx_index (tests/ptx_emulator/build.py), one line each:
 //     compute_capability<TAB>9.0                      what the device model is unless FLASH_EXT_EMULATE_CC says
-//     otherwise <mangled kernel name><TAB><path of a .ptx file>
+//     otherwise <mangled kernel name><TAB><path of a .ptx file, relative to the index or absolute>
 #pragma once
 
 #include <map>

@@ -49,6 +49,16 @@ FEATURE_ARGUMENTS: dict[str, str]
 PATHS: tuple[str, ...]
 """Every path with kernels, most specific first."""
 
+def configure(
+    *,
+    library_dir: str,
+    emulated: bool,
+    use_dlpack: bool,
+    block_m: int,
+    block_n: int,
+    sm_count: int,
+    max_shared_memory: int,
+) -> None: ...
 def forward(
     path: str,
     q: Tensor,

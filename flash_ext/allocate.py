@@ -1,20 +1,21 @@
 """The one place that allocates what the kernels and the cpu path write: outputs and workspaces.
 
-With ``FLASH_EXT_POISON=1`` in the environment (read once, at import) every byte of a new tensor is set to 0xFF, which
+With ``FLASH_EXT_POISON=1`` in the environment every byte of a new tensor is set to 0xFF, which
 is NaN in fp16, bf16 and fp32 and -1 in the integer types, so that a result that was never written shows up in the
 tests. torch's own ``fill_uninitialized_memory`` acts only in its deterministic mode, which would select other kernels.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import torch
 
+from flash_ext import environment
+
 __all__ = ["POISON", "empty", "empty_like", "outputs", "workspace"]
 
-POISON: bool = os.environ.get("FLASH_EXT_POISON", "0") not in ("", "0")
+POISON: bool = environment.POISON
 
 # What LaunchContext in csrc/params.h promises of a workspace. CUDA's caching allocator gives 512 bytes, the host's 64.
 _WORKSPACE_ALIGNMENT = 256

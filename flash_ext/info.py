@@ -10,6 +10,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +18,8 @@ import torch
 
 import flash_ext
 from flash_ext import _C
+from flash_ext.environment import VARIABLES
 from flash_ext.support_table import kernels_of_source, replace_table, support_table
-
-# Read at run time; README says what each does.
-ENVIRONMENT = (
-    "FLASH_EXT_PATH",
-    "FLASH_EXT_LIBRARY_DIR",
-    "FLASH_EXT_NO_DLPACK",
-    "FLASH_EXT_POISON",
-    "FLASH_EXT_CHECK",
-    "FLASH_EXT_EMULATE",
-    "FLASH_EXT_EMULATE_CC",
-    "FLASH_EXT_MAX_SHARED_MEMORY",
-    "FLASH_EXT_TILE",
-    "FLASH_EXT_SM_COUNT",
-    "FLASH_EXT_DEMO_MODEL",
-)
 
 
 def first_line(command: list[str]) -> str:
@@ -130,12 +117,25 @@ def print_pairs(pairs: list[tuple[str, str]]) -> None:
         print(f"  {name:<{width}}  {value}")
 
 
-def path_lines() -> list[tuple[str, str]]:
+def unusable_libraries() -> dict[str, str]:
+    """For each path whose library is there and cannot be loaded, why."""
+    reasons = {}
+    for path in _C.available_paths():
+        try:
+            _C.kernels(path)
+        except RuntimeError as error:
+            reasons[path] = str(error).removeprefix("flash_ext: ")
+    return reasons
+
+
+def path_lines(unusable: dict[str, str]) -> list[tuple[str, str]]:
     """Each path with its GPUs, and its library or why there is none."""
     available = _C.available_paths()
     lines = []
     for path in _C.PATHS:
-        if path in available:
+        if path in unusable:
+            state = f"unusable: {unusable[path]}"
+        elif path in available:
             count = len(_C.kernels(path))
             build = _C.library_build_info(path)
             state = f"{count} kernel{'' if count == 1 else 's'}, CUDA {build.get('cuda', 'unknown')}"
@@ -158,12 +158,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints what was asked for; returns the exit code."""
+    """Prints what was asked for; returns the exit code: 1 if a path's library is there and cannot be loaded."""
     if (arguments.source or arguments.update) and not arguments.support_table:
         raise ValueError("flash_ext: --source and --update go with --support-table")
     if arguments.support_table:
         source = arguments.source or (arguments.update.resolve().parent if arguments.update else None)
-        table = support_table(kernels_of_source(source) if source else flash_ext.kernels())
+        try:
+            table = support_table(kernels_of_source(source) if source else flash_ext.kernels())
+        except RuntimeError as error:  # a library cannot be loaded
+            print(error, file=sys.stderr)
+            return 1
         if arguments.update:
             text = arguments.update.read_text(encoding="utf-8")
             arguments.update.write_text(replace_table(text, table), encoding="utf-8")
@@ -171,25 +175,32 @@ def run(arguments: argparse.Namespace) -> int:
             print(table)
         return 0
     description = machine()
-    set_variables = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+    set_variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    unusable = unusable_libraries()
+    usable = [path for path in _C.available_paths() if path not in unusable]
+    kernels = [kernel for path in usable for kernel in _C.kernels(path)]
     if arguments.json:
         everything = {
             "machine": description,
             "environment": set_variables,
-            "build": flash_ext.build_info(),
-            "kernels": flash_ext.kernels(),
+            "build": {
+                "module": _C.build_info(),
+                "library_dir": _C.library_dir(),
+                "libraries": {path: _C.library_build_info(path) for path in usable},
+                "unusable": unusable,
+            },
+            "kernels": kernels,
         }
         print(json.dumps(everything, indent=1))
-        return 0
+        return 1 if unusable else 0
     print("Machine")
     print_pairs(machine_lines(description))
     print("\nPaths")
-    print_pairs(path_lines())
+    print_pairs(path_lines(unusable))
     if set_variables:
         print("\nEnvironment")
         print_pairs(list(set_variables.items()))
-    kernels = flash_ext.kernels()
     print(f"\nKernels ({len(kernels)} built, from {_C.library_dir()})")
     for kernel in kernels:
         print(f"  {kernel['name']:<52} {kernel['shared_memory'] / 1024:6.1f} KB  {', '.join(kernel['features'])}")
-    return 0
+    return 1 if unusable else 0

@@ -4,21 +4,20 @@ The GPU's compute capability picks the path, the most specific first; the sm80 p
 no built kernel can do is refused with the reason: a CUDA tensor never ends on the cpu path unless
 ``FLASH_EXT_PATH=cpu`` says so.
 
-Environment, read once at import: ``FLASH_EXT_PATH`` (sm80, sm90, sm100 or cpu) forces a path; ``FLASH_EXT_EMULATE``
-(sm80, sm90 or sm100) makes CPU tensors the device tensors of that path, whose library must then be linked against the
-emulator. ``FLASH_EXT_LIBRARY_DIR`` is where `flash_ext._C` loads a path's library from when it is first needed.
+`flash_ext.environment` has the variables: ``FLASH_EXT_PATH`` (sm80, sm90, sm100 or cpu) forces a path;
+``FLASH_EXT_EMULATE`` (sm80, sm90 or sm100) makes CPU tensors the device tensors of that path, whose library must then
+be linked against the emulator. Both together must agree, but that ``FLASH_EXT_PATH=cpu`` goes past the emulator.
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from flash_ext import _C
+from flash_ext import _C, environment
 
 if TYPE_CHECKING:
     from flash_ext._C import Kernel
@@ -41,17 +40,10 @@ Direction = Literal["forward", "backward"]
 _DTYPE_NAMES: dict[torch.dtype, Literal["fp16", "bf16"]] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
-def _read_path(variable: str, *others: str) -> str | None:
-    """The path an environment variable names, None if it is unset or empty."""
-    value = os.environ.get(variable, "")
-    allowed = (*_C.PATHS, *others)
-    if value and value not in allowed:
-        raise ValueError(f"flash_ext: {variable} is {value!r}; expected one of {', '.join(allowed)}, or leave it unset")
-    return value or None
-
-
-EMULATED_PATH: str | None = _read_path("FLASH_EXT_EMULATE")
-FORCED_PATH: str | None = EMULATED_PATH or _read_path("FLASH_EXT_PATH", "cpu")
+#: The path that serves every call, as the environment says; None: the GPU decides.
+FORCED_PATH: str | None = environment.PATH or environment.EMULATE
+#: The path whose kernels run on CPU tensors.
+EMULATED_PATH: str | None = None if FORCED_PATH == "cpu" else environment.EMULATE
 
 
 @dataclass(frozen=True)

@@ -772,16 +772,6 @@ def test_forced_tile() -> None:
     assert reason.startswith("FLASH_EXT_TILE=128x64 is no tile of path sm80's backward kernels"), reason
 
 
-@in_process(FLASH_EXT_TILE="128x")
-def test_malformed_tile() -> None:
-    assert choose(64, 64) == "FLASH_EXT_TILE=128x is not two positive integers as in 128x64"
-
-
-@in_process(FLASH_EXT_SM_COUNT="many")
-def test_malformed_sm_count() -> None:
-    assert choose(64, 64) == "FLASH_EXT_SM_COUNT=many is not a positive integer"
-
-
 @in_process(FAKE_CC="7.5")
 def test_gpus_that_a_path_does_not_serve() -> None:
     expected = "path sm80 serves GPUs of compute capability 8.0 and newer; Fake GPU 0 has 7.5"
@@ -881,15 +871,20 @@ def test_features_of_a_call() -> None:
 
 @in_process(FAKE_PURPOSE="a process that has loaded no library")
 def test_unusable_libraries_are_named(tmp_path: Path) -> None:
-    import os
     import subprocess
 
     from flash_ext import _C
 
+    def look_in(folder: Path) -> None:
+        _C.configure(
+            library_dir=str(folder), emulated=False, use_dlpack=True, block_m=0, block_n=0, sm_count=0,
+            max_shared_memory=0,
+        )  # fmt: skip
+
     with pytest.raises(ValueError, match="flash_ext: path='cpu' has no kernels; allowed are sm80, sm90 and sm100"):
         _C.kernels("cpu")
 
-    os.environ["FLASH_EXT_LIBRARY_DIR"] = str(tmp_path)  # read when a path is first needed
+    look_in(tmp_path)
     file = tmp_path / "libflash_ext_sm80.so"
     assert _C.available_paths() == [] and _C.library_file("sm80") == str(file)
     with pytest.raises(RuntimeError) as missing:
@@ -910,6 +905,10 @@ def test_unusable_libraries_are_named(tmp_path: Path) -> None:
         command = [cxx, "-shared", "-fPIC", "-x", "c++", "-", "-o", str(file)]
         subprocess.run(command, input=source, text=True, check=True)
 
+    file.write_bytes((library_dir() / file.name).read_bytes()[:-20])
+    with pytest.raises(RuntimeError, match=rf"flash_ext: cannot load {file}: it is incomplete, \d+ of \d+ bytes; copy"):
+        _C.kernels("sm80")
+
     build("int unrelated;")
     with pytest.raises(RuntimeError, match=f"flash_ext: {file} has no function flash_ext_abi_version; build it again"):
         _C.kernels("sm80")
@@ -917,7 +916,7 @@ def test_unusable_libraries_are_named(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="has ABI version 999, flash_ext._C needs 1; build both"):
         _C.kernels("sm80")
 
-    os.environ["FLASH_EXT_LIBRARY_DIR"] = str(library_dir())  # a failure is not remembered
+    look_in(library_dir())  # a failure is not remembered
     assert _C.kernels("sm80")
 
 

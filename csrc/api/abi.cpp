@@ -9,6 +9,7 @@
 #include "api/choose.h"
 #include "api/device.h"
 #include "api/registry.h"
+#include "api/settings.h"
 
 namespace flash_ext {
 
@@ -17,11 +18,18 @@ int32_t probe(float* data, int64_t count, float value, const LaunchContext* cont
 
 namespace {
 
+Settings the_settings = {};
+
 const KernelInfo* kernel_at(int32_t index) {
     return index >= 0 && index < kRegistryCount ? kRegistry[index].kernel : nullptr;
 }
 
 }  // namespace
+
+const Settings& settings() {
+    return the_settings;
+}
+
 }  // namespace flash_ext
 
 using flash_ext::kernel_at;
@@ -32,6 +40,10 @@ using flash_ext::KernelInfo;
 
 FLASH_EXT_EXPORT int32_t flash_ext_abi_version(void) {
     return flash_ext::kAbiVersion;
+}
+
+FLASH_EXT_EXPORT void flash_ext_configure(const flash_ext::Settings* settings) {
+    flash_ext::the_settings = *settings;
 }
 
 FLASH_EXT_EXPORT const char* flash_ext_build_info(void) {

@@ -5,13 +5,12 @@
 
 #include <stdarg.h>
 #include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include "api/device.h"
 #include "api/gpus.h"
 #include "api/names.h"
 #include "api/registry.h"
+#include "api/settings.h"
 
 namespace flash_ext {
 namespace {
@@ -38,32 +37,18 @@ class Text {
     int32_t length_ = 0;
 };
 
-struct Tile {
-    int32_t block_m = 0;  // 0: any
-    int32_t block_n = 0;
-};
-
-// FLASH_EXT_TILE=MxN. False if it is set to something else.
-bool read_tile(Tile* tile) {
-    const char* text = getenv("FLASH_EXT_TILE");
-    if (text == nullptr || *text == '\0') return true;
-    int end = 0;
-    return sscanf(text, "%dx%d%n", &tile->block_m, &tile->block_n, &end) == 2 && text[end] == '\0' &&
-           tile->block_m > 0 && tile->block_n > 0;
-}
-
 // How far a kernel gets in serving a call; the furthest any kernel got is what the refusal speaks of.
 enum class Stage { kDirection, kDataType, kHeadDim, kFeatures, kTile, kSharedMemory, kServes };
 
-Stage stage_of(const RegistryEntry& entry, const KernelQuery& query, const Tile& tile, const DeviceInfo& device) {
+Stage stage_of(const RegistryEntry& entry, const KernelQuery& query, const DeviceInfo& device) {
     const KernelInfo& kernel = *entry.kernel;
     if (kernel.direction != query.direction) return Stage::kDirection;
     if (kernel.dtype != query.dtype) return Stage::kDataType;
     if (kernel.head_dim < query.head_dim || kernel.head_dim_v < query.head_dim_v) return Stage::kHeadDim;
     if ((query.features & ~kernel.features) != 0) return Stage::kFeatures;
-    if (tile.block_m != 0) {
+    if (settings().block_m != 0) {
         // A forced tile overrides `when`, which says what is faster, not what works.
-        if (kernel.block_m != tile.block_m || kernel.block_n != tile.block_n) return Stage::kTile;
+        if (kernel.block_m != settings().block_m || kernel.block_n != settings().block_n) return Stage::kTile;
     } else if (entry.when != When::kAlways) {
         const bool masked = (query.features & (kFeatureCausal | kFeatureWindow)) != 0;
         if ((entry.when == When::kMasked) != masked) return Stage::kTile;
@@ -87,7 +72,7 @@ void append_features(Text& text, uint32_t features) {
 }
 
 // One sentence on why no kernel got beyond `furthest`.
-void explain(Text& text, const KernelQuery& query, const DeviceInfo& device, Stage furthest, const Tile& tile) {
+void explain(Text& text, const KernelQuery& query, const DeviceInfo& device, Stage furthest) {
     const char* direction = direction_name(query.direction);
     const char* dtype = data_type_name(query.dtype);
     switch (furthest) {
@@ -118,7 +103,7 @@ void explain(Text& text, const KernelQuery& query, const DeviceInfo& device, Sta
     int64_t shared_memory = INT64_MAX;     // of the kernel that needs least
     for (int32_t i = 0; i < kRegistryCount; ++i) {
         const KernelInfo& kernel = *kRegistry[i].kernel;
-        if (stage_of(kRegistry[i], query, tile, device) != furthest) continue;
+        if (stage_of(kRegistry[i], query, device) != furthest) continue;
         if (kernel.head_dim + kernel.head_dim_v > head_dim + head_dim_v) {
             head_dim = kernel.head_dim;
             head_dim_v = kernel.head_dim_v;
@@ -138,10 +123,10 @@ void explain(Text& text, const KernelQuery& query, const DeviceInfo& device, Sta
                         query.head_dim_v, direction, FLASH_EXT_PATH_NAME);
             return;
         case Stage::kTile:
-            if (tile.block_m != 0) {
+            if (settings().block_m != 0) {
                 text.append(
                     "FLASH_EXT_TILE=%dx%d is no tile of path %s's %s kernels for %s with head_dim=%d, head_dim_v=%d",
-                    tile.block_m, tile.block_n, FLASH_EXT_PATH_NAME, direction, dtype, query.head_dim,
+                    settings().block_m, settings().block_n, FLASH_EXT_PATH_NAME, direction, dtype, query.head_dim,
                     query.head_dim_v);
             } else {
                 const bool masked = (query.features & (kFeatureCausal | kFeatureWindow)) != 0;
@@ -172,15 +157,6 @@ int32_t choose(const KernelQuery& query, char* reason, int32_t reason_size) {
                     flash_ext_error_string(error));
         return -1;
     }
-    if (const char* variable = malformed_environment(); variable != nullptr) {
-        text.append("%s=%s is not a positive integer", variable, getenv(variable));
-        return -1;
-    }
-    Tile tile;
-    if (!read_tile(&tile)) {
-        text.append("FLASH_EXT_TILE=%s is not two positive integers as in 128x64", getenv("FLASH_EXT_TILE"));
-        return -1;
-    }
     if (!path_serves(FLASH_EXT_PATH_NAME, device.compute_capability_major, device.compute_capability_minor)) {
         text.append("path %s serves GPUs of compute capability %s; %s has %d.%d", FLASH_EXT_PATH_NAME,
                     path_gpus(FLASH_EXT_PATH_NAME), device.name, device.compute_capability_major,
@@ -191,7 +167,7 @@ int32_t choose(const KernelQuery& query, char* reason, int32_t reason_size) {
     int32_t best = -1, best_size = 0;
     Stage furthest = Stage::kDirection;
     for (int32_t i = 0; i < kRegistryCount; ++i) {
-        const Stage stage = stage_of(kRegistry[i], query, tile, device);
+        const Stage stage = stage_of(kRegistry[i], query, device);
         if (stage > furthest) furthest = stage;
         if (stage != Stage::kServes) continue;
         const int32_t size = kRegistry[i].kernel->head_dim + kRegistry[i].kernel->head_dim_v;
@@ -200,7 +176,7 @@ int32_t choose(const KernelQuery& query, char* reason, int32_t reason_size) {
             best_size = size;
         }
     }
-    if (best < 0) explain(text, query, device, furthest, tile);
+    if (best < 0) explain(text, query, device, furthest);
     return best;
 }
 

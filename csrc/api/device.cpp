@@ -1,31 +1,18 @@
 #include "api/device.h"
 
 #include <cuda_runtime_api.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include <atomic>
-#include <initializer_list>
+
+#include "api/settings.h"
 
 namespace flash_ext {
 namespace {
 
-constexpr const char* kSmCount = "FLASH_EXT_SM_COUNT";
-constexpr const char* kMaxSharedMemory = "FLASH_EXT_MAX_SHARED_MEMORY";
-
-// The value of an environment variable, 0 if it is not set, -1 if it is not a positive integer below 2^31.
-int32_t read_positive(const char* variable) {
-    const char* text = getenv(variable);
-    if (text == nullptr || *text == '\0') return 0;
-    char* end = nullptr;
-    const long long value = strtoll(text, &end, 10);
-    return *end == '\0' && value > 0 && value <= INT32_MAX ? static_cast<int32_t>(value) : -1;
-}
-
-// Both variables only ever lower what the device has: a persistent kernel whose CTAs wait for one another must not be
+// A setting only ever lowers what the device has: a persistent kernel whose CTAs wait for one another must not be
 // launched with more of them than fit.
-int32_t lowered(int32_t value, const char* variable) {
-    const int32_t limit = read_positive(variable);
+int32_t lowered(int32_t value, int32_t limit) {
     return limit > 0 && limit < value ? limit : value;
 }
 
@@ -48,8 +35,8 @@ int32_t query(int32_t device, DeviceInfo* info) {
     if (const cudaError_t error = cudaGetDeviceProperties(&properties, device); error != cudaSuccess) return error;
     static_assert(sizeof(properties.name) == sizeof(info->name));
     memcpy(info->name, properties.name, sizeof(info->name));
-    info->sm_count = lowered(info->sm_count, kSmCount);
-    info->shared_memory_optin = lowered(info->shared_memory_optin, kMaxSharedMemory);
+    info->sm_count = lowered(info->sm_count, settings().sm_count);
+    info->shared_memory_optin = lowered(info->shared_memory_optin, settings().max_shared_memory);
     return cudaSuccess;
 }
 
@@ -83,13 +70,6 @@ int32_t device_info(int32_t device, DeviceInfo* info) {
         slot->state.store(kReady, std::memory_order_release);
     }
     return cudaSuccess;
-}
-
-const char* malformed_environment() {
-    for (const char* variable : {kSmCount, kMaxSharedMemory}) {
-        if (read_positive(variable) < 0) return variable;
-    }
-    return nullptr;
 }
 
 }  // namespace flash_ext

@@ -2,13 +2,14 @@
 // user may have got wrong was refused, with a better message, by flash_ext/checks.py.
 #include "binding/attention.h"
 
+#include <float.h>
 #include <math.h>
-#include <stdlib.h>
 
 #include <string>
 #include <vector>
 
 #include "api/abi.h"
+#include "binding/environment.h"
 #include "binding/library.h"
 #include "binding/tensor.h"
 
@@ -18,15 +19,6 @@ namespace flash_ext {
 namespace {
 
 constexpr uintptr_t kWorkspaceAlignment = 256;  // bytes: what LaunchContext promises
-
-// Under emulation CPU tensors are the tensors of device 0 (tests/ptx_emulator).
-bool is_emulated() {
-    static const bool emulated = [] {
-        const char* text = getenv("FLASH_EXT_EMULATE");
-        return text != nullptr && *text != '\0';
-    }();
-    return emulated;
-}
 
 py::object& allocator() {
     static auto* callable = new py::object();  // never destroyed: the interpreter may be gone by then
@@ -44,6 +36,19 @@ int32_t narrow(int64_t value, const char* name) {
         raise_value_error(std::string(name) + "=" + std::to_string(value) + " does not fit 32 bits");
     }
     return static_cast<int32_t>(value);
+}
+
+// The nearest fp32 number; one beyond the largest becomes infinite, which a bare conversion need not give.
+float to_fp32(double value) {
+    return fabs(value) <= FLT_MAX ? static_cast<float>(value) : static_cast<float>(copysign(HUGE_VAL, value));
+}
+
+float narrow(double value, const char* name) {
+    const float narrowed = to_fp32(value);
+    if (!isfinite(narrowed) || (narrowed == 0) != (value == 0)) {
+        raise_value_error(std::string(name) + "=" + std::to_string(value) + " does not fit fp32");
+    }
+    return narrowed;
 }
 
 DataType operand_type(const Tensor& tensor) {
@@ -71,7 +76,7 @@ class Call {
     // The tensor that sets the device of the call.
     Tensor first(py::handle object, const char* name) {
         Tensor tensor = read_tensor(object, name);
-        if (is_emulated() && tensor.device.type == Device::kCpu) {
+        if (environment().emulated && tensor.device.type == Device::kCpu) {
             device_ = 0;
         } else if (tensor.device.type == Device::kCuda) {
             device_ = tensor.device.index;
@@ -375,9 +380,9 @@ void fill(Call& call, Tensor q, py::handle k_object, py::handle v_object, const 
         params->sinks = sinks.data;
     }
 
-    params->softmax_scale = static_cast<float>(
-        options.softmax_scale.has_value() ? *options.softmax_scale : 1.0 / sqrt(static_cast<double>(head_dim)));
-    params->softcap = static_cast<float>(options.softcap);
+    params->softmax_scale =
+        narrow(options.softmax_scale.value_or(1.0 / sqrt(static_cast<double>(head_dim))), "softmax_scale");
+    params->softcap = narrow(options.softcap, "softcap");
     params->causal = options.causal ? 1 : 0;
     params->window_left = narrow(options.window_left, "window_left");
     params->window_right = narrow(options.window_right, "window_right");
@@ -431,11 +436,11 @@ uint32_t features_of(const Options& options) {
     add(given(options.cu_seqlens_q) || given(options.cu_seqlens_k), kFeatureVarlen);
     add(given(options.seqused_q) || given(options.seqused_k), kFeatureSeqused);
     add(given(options.sinks), kFeatureSinks);
-    add(options.softcap != 0, kFeatureSoftcap);
+    add(to_fp32(options.softcap) != 0, kFeatureSoftcap);
     add(given(options.alibi_slopes), kFeatureAlibi);
     add(dropout_threshold(options.dropout_p) != 0, kFeatureDropout);
     add(options.deterministic, kFeatureDeterministic);
-    add(options.softmax_scale.has_value() && !(static_cast<float>(*options.softmax_scale) > 0), kFeatureGeneralScale);
+    add(options.softmax_scale.has_value() && !(to_fp32(*options.softmax_scale) > 0), kFeatureGeneralScale);
     return features;
 }
 

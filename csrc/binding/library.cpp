@@ -1,12 +1,18 @@
 #include "binding/library.h"
 
 #include <dlfcn.h>
-#include <stdlib.h>
+#include <elf.h>
+#include <stdint.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <fstream>
 #include <memory>
+#include <vector>
 
 #include "api/gpus.h"
+#include "api/settings.h"
+#include "binding/environment.h"
 #include "binding/tensor.h"
 
 namespace py = pybind11;
@@ -26,6 +32,27 @@ std::string package_dir() {
     return slash == std::string::npos ? "." : file.substr(0, slash);
 }
 
+// How many bytes of an ELF file its headers speak of; 0 if it has none that can be read. The loader maps a file that
+// was cut without a word, and whoever touches what is missing dies of SIGBUS.
+uint64_t bytes_of_elf(const std::string& file) {
+    std::ifstream stream(file, std::ios::binary);
+    Elf64_Ehdr header = {};
+    if (!stream.read(reinterpret_cast<char*>(&header), sizeof(header))) return 0;
+    if (!std::equal(header.e_ident, header.e_ident + SELFMAG, reinterpret_cast<const unsigned char*>(ELFMAG))) return 0;
+    uint64_t bytes = header.e_shoff + uint64_t{header.e_shnum} * header.e_shentsize;
+    std::vector<Elf64_Phdr> segments(header.e_phentsize == sizeof(Elf64_Phdr) ? header.e_phnum : 0);
+    stream.seekg(static_cast<std::streamoff>(header.e_phoff));
+    const std::streamsize size = static_cast<std::streamsize>(segments.size() * sizeof(Elf64_Phdr));
+    if (!stream.read(reinterpret_cast<char*>(segments.data()), size)) return bytes;
+    for (const Elf64_Phdr& segment : segments) bytes = std::max(bytes, segment.p_offset + segment.p_filesz);
+    return bytes;
+}
+
+uint64_t bytes_of_file(const std::string& file) {
+    std::ifstream stream(file, std::ios::binary | std::ios::ate);
+    return stream ? static_cast<uint64_t>(stream.tellg()) : 0;
+}
+
 void check_path_name(std::string_view path) {
     for (const std::string_view known : kPaths) {
         if (path == known) return;
@@ -41,9 +68,14 @@ void find(void* handle, const std::string& file, const char* name, Function* fun
 
 }  // namespace
 
+Environment& environment() {
+    static auto* read = new Environment();  // never destroyed: kernels may still run when the interpreter ends
+    return *read;
+}
+
 std::string library_dir() {
-    const char* text = getenv("FLASH_EXT_LIBRARY_DIR");
-    return text != nullptr && *text != '\0' ? text : package_dir();
+    const std::string& given = environment().library_dir;
+    return given.empty() ? package_dir() : given;
 }
 
 std::string library_file(std::string_view path) {
@@ -76,6 +108,10 @@ Library::Library(std::string_view path) : path_(path) {
                             " does not exist. Build it with FLASH_EXT_PATHS=" + path_ +
                             " pip install ., or set FLASH_EXT_LIBRARY_DIR to the folder that holds it");
     }
+    if (const uint64_t needed = bytes_of_elf(file), there = bytes_of_file(file); there < needed) {
+        raise_runtime_error("cannot load " + file + ": it is incomplete, " + std::to_string(there) + " of " +
+                            std::to_string(needed) + " bytes; copy or build it again");
+    }
     struct Close {
         void operator()(void* library) const { dlclose(library); }
     };
@@ -89,6 +125,8 @@ Library::Library(std::string_view path) : path_(path) {
         raise_runtime_error(file + " has ABI version " + std::to_string(version) + ", flash_ext._C needs " +
                             std::to_string(kAbiVersion) + "; build both from the same sources");
     }
+    decltype(&flash_ext_configure) configure = nullptr;
+    find(handle, file, "flash_ext_configure", &configure);
     decltype(&flash_ext_kernels) kernels = nullptr;
     find(handle, file, "flash_ext_kernels", &kernels);
     find(handle, file, "flash_ext_build_info", &build_info_);
@@ -100,6 +138,7 @@ Library::Library(std::string_view path) : path_(path) {
     find(handle, file, "flash_ext_probe", &probe_);
     find(handle, file, "flash_ext_error_name", &error_name_);
     find(handle, file, "flash_ext_error_string", &error_string_);
+    configure(&environment().settings);
     kernels_ = kernels(&kernel_count_);
     library.release();  // loaded for good
 }

@@ -5,12 +5,14 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "api/abi.h"
 #include "api/gpus.h"
 #include "api/names.h"
 #include "binding/attention.h"
 #include "binding/build_info.h"
+#include "binding/environment.h"
 #include "binding/library.h"
 #include "binding/plain.h"
 #include "binding/tensor.h"
@@ -122,6 +124,16 @@ PYBIND11_MODULE(_C, m) {
     using namespace flash_ext;
     m.doc() = "The compiled kernels of flash_ext, one library per path, loaded when first needed.";
 
+    m.def(
+        "configure",
+        [](std::string library_dir, bool emulated, bool use_dlpack, int32_t block_m, int32_t block_n, int32_t sm_count,
+           int32_t max_shared_memory) {
+            environment() = {
+                std::move(library_dir), emulated, use_dlpack, {block_m, block_n, sm_count, max_shared_memory}};
+        },
+        py::kw_only(), py::arg("library_dir"), py::arg("emulated"), py::arg("use_dlpack"), py::arg("block_m"),
+        py::arg("block_n"), py::arg("sm_count"), py::arg("max_shared_memory"),
+        "Sets what the environment says; libraries and tensor types that are known already keep what they had.");
     m.def(
         "forward",
         [](std::string_view path, py::handle q, py::handle k, py::handle v, py::handle out, py::handle lse,

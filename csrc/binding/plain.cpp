@@ -19,6 +19,8 @@ namespace flash_ext {
 namespace {
 
 constexpr int64_t kMaxHeadDim = 256;
+// As SMALLEST_MAGNITUDE and LARGEST_MAGNITUDE in flash_ext/checks.py.
+constexpr double kSmallestMagnitude = 1.2e-38, kLargestMagnitude = 1e38;
 
 // A kind of call and the path that serves it. Kinds are few: a list, searched from the front. Guarded by the GIL.
 struct Route {
@@ -74,10 +76,13 @@ bool read_int(py::handle value, int64_t lowest, int64_t* result) {
     return overflow >= 0 && *result >= lowest;
 }
 
-bool read_finite(py::handle value, double* result) {
+// A float that flash_ext/checks.py accepts as softmax_scale, by the same bounds: 0, or what fp32 holds with room for
+// the factors of the kernels. NaN is outside.
+bool read_fp32(py::handle value, double* result) {
     if (!PyFloat_CheckExact(value.ptr())) return false;
     *result = PyFloat_AS_DOUBLE(value.ptr());
-    return isfinite(*result);
+    const double magnitude = fabs(*result);
+    return magnitude == 0 || (magnitude >= kSmallestMagnitude && magnitude <= kLargestMagnitude);
 }
 
 // False for an option, or a value of it, that is not plain.
@@ -88,12 +93,12 @@ bool read_option(std::string_view name, py::handle value, Options* options) {
     if (name == "window_left") return read_int(value, -1, &options->window_left);
     if (name == "window_right") return read_int(value, -1, &options->window_right);
     if (name == "deterministic") return read_bool(value, &options->deterministic);
-    if (name == "dropout_p" || name == "softcap") return read_finite(value, &real) && real == 0;
+    if (name == "dropout_p" || name == "softcap") return read_fp32(value, &real) && real == 0;
     if (name == "num_splits" || name == "sm_margin") return read_int(value, 0, &integer) && integer == 0;
     if (value.is_none()) return true;
     if (name == "softmax_scale") {
         options->softmax_scale = 0;
-        return read_finite(value, &*options->softmax_scale);
+        return read_fp32(value, &*options->softmax_scale);
     }
     if (name == "max_seqlen_q" || name == "max_seqlen_k") return read_int(value, 0, &integer);  // hints
     if (name == "cu_seqlens_q") options->cu_seqlens_q = value;

@@ -1,11 +1,9 @@
 #include "binding/tensor.h"
 
-#include <stdlib.h>
-#include <string.h>
-
 #include <vector>
 
 #include "binding/dlpack.h"
+#include "binding/environment.h"
 
 namespace py = pybind11;
 
@@ -17,14 +15,6 @@ constexpr int64_t kAlignment = 16;  // bytes: one cp.async, one row of a tensor 
 [[noreturn]] void raise(PyObject* type, const std::string& message) {
     PyErr_SetString(type, ("flash_ext: " + message).c_str());
     throw py::error_already_set();
-}
-
-bool dlpack_disabled() {
-    static const bool disabled = [] {
-        const char* text = getenv("FLASH_EXT_NO_DLPACK");
-        return text != nullptr && strcmp(text, "1") == 0;
-    }();
-    return disabled;
 }
 
 // The exchange API of a tensor type, nullptr if it has none that can be used. Types are few and live long: a list,
@@ -39,7 +29,7 @@ const dlpack::DLPackExchangeAPI* exchange_api(PyTypeObject* type) {
         if (entry.type == type) return entry.api;
     }
     const dlpack::DLPackExchangeAPI* api = nullptr;
-    if (!dlpack_disabled()) {
+    if (environment().use_dlpack) {
         const py::object capsule = py::getattr(reinterpret_cast<PyObject*>(type), dlpack::kTypeAttribute, py::none());
         if (PyCapsule_IsValid(capsule.ptr(), dlpack::kCapsuleName)) {
             api = static_cast<const dlpack::DLPackExchangeAPI*>(

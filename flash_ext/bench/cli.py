@@ -34,6 +34,7 @@ from flash_ext.bench.report import print_comparison, print_recording
 from flash_ext.bench.rows import DIRECTIONS, Row, load_rows, select_rows
 from flash_ext.bench.runner import measure
 from flash_ext.bench.timing import Timer
+from flash_ext.environment import VARIABLES
 from flash_ext.selection import FORCED_PATH
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -144,7 +145,7 @@ def _new_recording(arguments: argparse.Namespace, device: torch.device, path: st
         "device": device.type,
         "dtype": arguments.dtype,
         "rounds": arguments.rounds,
-        "environment": {name: os.environ[name] for name in info.ENVIRONMENT if name in os.environ},
+        "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
         # Where the libraries lie says nothing about a measurement, and is nobody else's business.
         "build": {key: value for key, value in flash_ext.build_info().items() if key != "library_dir"},
         "commit": _commit(),

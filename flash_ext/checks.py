@@ -21,29 +21,34 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import numbers
-import os
 import warnings
 from typing import Any
 
 import torch
 
+from flash_ext import environment
+
 __all__ = [
     "DTYPES",
+    "LARGEST_MAGNITUDE",
     "MAX_HEAD_DIM",
+    "MAX_INT32",
+    "SMALLEST_MAGNITUDE",
     "VALIDATE",
     "check_backward",
     "check_bool",
     "check_forward",
     "check_operand",
     "check_probability",
+    "check_size",
     "check_tensor",
+    "holds_values",
     "lse_shape_of",
     "refusal",
 ]
 
-VALIDATE: bool = os.environ.get("FLASH_EXT_CHECK", "0") not in ("", "0")
+VALIDATE: bool = environment.CHECK
 
 #: dtypes of q, k and v.
 DTYPES = (torch.float16, torch.bfloat16)
@@ -57,7 +62,10 @@ _FLOAT8_DTYPES = tuple(
 _EXACT_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _STRIDED, _INT32 = torch.strided, torch.int32
 MAX_HEAD_DIM = 256
-_MAX_EXTENT = 2**31 - 1
+MAX_INT32 = 2**31 - 1  # also the largest extent of a dimension
+#: softmax_scale and softcap, where they are not 0: fp32's normal numbers, with room for the factors of the kernels. As
+#: in csrc/binding/plain.cpp.
+SMALLEST_MAGNITUDE, LARGEST_MAGNITUDE = 1.2e-38, 1e38
 
 
 def refusal(kind: type[Exception], argument: str, got: str, expected: str) -> Exception:
@@ -67,6 +75,14 @@ def refusal(kind: type[Exception], argument: str, got: str, expected: str) -> Ex
 
 def _shape(tensor: torch.Tensor) -> str:
     return str(tuple(tensor.shape))
+
+
+def _text(value: Any) -> str:
+    """``repr`` on one line, cut; an integer may have too many digits to be printed at all."""
+    try:
+        return " ".join(repr(value).split())[:80]
+    except ValueError:
+        return f"an integer of {value.bit_length()} bits"
 
 
 def _holds(condition: Any) -> bool:
@@ -87,7 +103,7 @@ def _holds(condition: Any) -> bool:
 def check_tensor(name: str, value: Any) -> None:
     """Raise `TypeError` unless ``value`` is a plain strided tensor, or something that stands for one."""
     if not isinstance(value, torch.Tensor):
-        raise refusal(TypeError, name, f"is {type(value).__name__} ({value!r:.80})", "a torch.Tensor")
+        raise refusal(TypeError, name, f"is {type(value).__name__} ({_text(value)})", "a torch.Tensor")
     if value.is_nested:
         raise refusal(TypeError, name, "is a nested tensor", "a strided tensor (with cu_seqlens for ragged batches)")
     if value.layout is not torch.strided:
@@ -97,19 +113,29 @@ def check_tensor(name: str, value: Any) -> None:
 def check_bool(name: str, value: Any) -> None:
     """Raise `TypeError` unless ``value`` is True or False."""
     if not isinstance(value, bool):
-        raise refusal(TypeError, name, f"is {value!r} ({type(value).__name__})", "a bool, True or False")
+        raise refusal(TypeError, name, f"is {_text(value)} ({type(value).__name__})", "a bool, True or False")
 
 
-def _check_int(name: str, value: Any, lowest: int, allowed: str) -> None:
+def _check_int(name: str, value: Any, lowest: int, allowed: str, highest: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, (numbers.Integral, torch.SymInt)):
-        raise refusal(TypeError, name, f"is {value!r} ({type(value).__name__})", allowed)
-    if not _holds(value >= lowest):  # type: ignore[operator]
-        raise refusal(ValueError, name, f"is {value}", allowed)
+        raise refusal(TypeError, name, f"is {_text(value)} ({type(value).__name__})", allowed)
+    if not _holds(value >= lowest) or (highest is not None and not _holds(value <= highest)):  # type: ignore[operator]
+        raise refusal(ValueError, name, f"is {_text(value)}", allowed)
 
 
 def _check_real(name: str, value: Any, allowed: str) -> None:
     if isinstance(value, bool) or not isinstance(value, (numbers.Real, torch.SymFloat, torch.SymInt)):
-        raise refusal(TypeError, name, f"is {value!r:.80} ({type(value).__name__})", allowed)
+        raise refusal(TypeError, name, f"is {_text(value)} ({type(value).__name__})", allowed)
+
+
+def _is_fp32(value: Any) -> bool:
+    """Whether fp32 holds a number, with room for the factors of the kernels; False for NaN.
+
+    Of a symbolic one True: a comparison would make a guard of it, and the checks see the number when the call runs.
+    """
+    if isinstance(value, (torch.SymFloat, torch.SymInt)):
+        return True
+    return value == 0 or SMALLEST_MAGNITUDE <= abs(value) <= LARGEST_MAGNITUDE
 
 
 def check_probability(dropout_p: Any) -> None:
@@ -117,7 +143,12 @@ def check_probability(dropout_p: Any) -> None:
     allowed = "a number in [0, 1): the probability that a score is dropped"
     _check_real("dropout_p", dropout_p, allowed)
     if not 0.0 <= dropout_p < 1.0:  # NaN fails both comparisons
-        raise refusal(ValueError, "dropout_p", f"is {dropout_p}", allowed)
+        raise refusal(ValueError, "dropout_p", f"is {_text(dropout_p)}", allowed)
+
+
+def check_size(name: str, value: Any, allowed: str = "an integer of at least 0") -> None:
+    """Raise unless ``value`` is an integer from 0 up."""
+    _check_int(name, value, 0, allowed)
 
 
 def _check_same_device(name: str, tensor: torch.Tensor, q: torch.Tensor) -> None:
@@ -177,13 +208,15 @@ def _are_plain_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rank:
             seqlen_v, heads_v, head_dim_v = v.shape
     except (ValueError, RuntimeError):  # another rank; a nested tensor
         return False
+    if type(batch) is not int or type(seqlen_q) is not int or type(seqlen_k) is not int:
+        return False  # symbolic: a comparison would make a guard
     if batch != batch_k or head_dim != head_dim_k or heads_k == 0 or heads_q == 0 or heads_q % heads_k:
         return False
     if batch_v != batch_k or seqlen_v != seqlen_k or heads_v != heads_k:
         return False
     if head_dim & 7 or head_dim_v & 7 or not (0 < head_dim <= MAX_HEAD_DIM and 0 < head_dim_v <= MAX_HEAD_DIM):
         return False
-    if batch > _MAX_EXTENT or seqlen_q > _MAX_EXTENT or seqlen_k > _MAX_EXTENT or heads_q > _MAX_EXTENT:
+    if batch > MAX_INT32 or seqlen_q > MAX_INT32 or seqlen_k > MAX_INT32 or heads_q > MAX_INT32:
         return False
     device = q.device
     return (
@@ -231,7 +264,8 @@ def _check_operands(q: Any, k: Any, v: Any, varlen: bool) -> None:
             expected = f"({rows.format(side)}, heads_{side}, head_dim)"
             raise refusal(ValueError, name, f"has shape {_shape(tensor)}", f"shape {expected}{hint}")
         for extent in tensor.shape:
-            if not _holds(extent <= _MAX_EXTENT):
+            # A symbolic one is looked at when the call runs: the limit is no reason to bound a dimension of an export.
+            if not isinstance(extent, torch.SymInt) and extent > MAX_INT32:
                 raise refusal(ValueError, name, f"has shape {_shape(tensor)}", "each dimension below 2^31")
         if not _holds(tensor.shape[-2] >= 1):
             raise refusal(ValueError, name, f"has shape {_shape(tensor)} with 0 heads", "at least 1 head")
@@ -334,9 +368,12 @@ def _check_reserved(block_table: Any, q_descale: Any, k_descale: Any, v_descale:
     _check_int("num_splits", num_splits, 0, "an integer of at least 0 (0 and 1: one pass over the keys)")
     if not _holds(num_splits <= 1):
         raise NotImplementedError(
-            f"flash_ext: num_splits is {num_splits}: splitting the keys is not available yet; "
+            f"flash_ext: num_splits is {_text(num_splits)}: splitting the keys is not available yet; "
             "expected 0 or 1 (one pass over the keys)"
         )
+
+
+_FP32 = f"0 or a magnitude from {SMALLEST_MAGNITUDE} to {LARGEST_MAGNITUDE}"
 
 
 def _check_numbers(
@@ -354,18 +391,22 @@ def _check_numbers(
         if hint is not None:
             _check_int(name, hint, 0, "None or an integer of at least 0 (a hint)")
     if softmax_scale is not None:
-        allowed = "None (1 / sqrt(head_dim)) or a finite number"
+        allowed = f"None (1 / sqrt(head_dim)) or a finite number that fp32 holds: {_FP32}"
         _check_real("softmax_scale", softmax_scale, allowed)
-        if not math.isfinite(softmax_scale):
-            raise refusal(ValueError, "softmax_scale", f"is {softmax_scale}", allowed)
+        if not _is_fp32(softmax_scale):
+            raise refusal(ValueError, "softmax_scale", f"is {_text(softmax_scale)}", allowed)
     check_bool("causal", causal)
     for name, bound in (("window_left (window_size[0])", window_left), ("window_right (window_size[1])", window_right)):
         _check_int(name, bound, -1, "an integer of at least -1 (-1: unbounded, 0: a bound of no key on that side)")
-    allowed = "a finite number of at least 0 (0: no capping)"
+    allowed = f"a finite number of at least 0 (0: no capping) that fp32 holds: {_FP32}"
     _check_real("softcap", softcap, allowed)
-    if not (math.isfinite(softcap) and softcap >= 0.0):
-        raise refusal(ValueError, "softcap", f"is {softcap}", allowed)
-    _check_int("sm_margin", sm_margin, 0, "an integer of at least 0 (multiprocessors left free)")
+    if not (_is_fp32(softcap) and softcap >= 0.0):
+        raise refusal(ValueError, "softcap", f"is {_text(softcap)}", allowed)
+    if softmax_scale is not None and softcap > 0.0 and abs(softmax_scale) > LARGEST_MAGNITUDE * softcap:
+        got = f"is {_text(softcap)} with softmax_scale {_text(softmax_scale)}"
+        raise refusal(ValueError, "softcap", got, f"softmax_scale / softcap of at most {LARGEST_MAGNITUDE}")
+    allowed = f"an integer of at least 0 (multiprocessors left free) and at most {MAX_INT32}"
+    _check_int("sm_margin", sm_margin, 0, allowed, MAX_INT32)
     check_bool("deterministic", deterministic)
 
 
@@ -415,7 +456,10 @@ def check_forward(
         seqused_q is None
         and seqused_k is None
         and block_table is None
-        and (softmax_scale is None or (type(softmax_scale) is float and -math.inf < softmax_scale < math.inf))
+        and (
+            softmax_scale is None
+            or (type(softmax_scale) is float and SMALLEST_MAGNITUDE <= softmax_scale <= LARGEST_MAGNITUDE)
+        )
         and (causal is True or causal is False)
         and type(window_left) is int
         and window_left >= -1
@@ -551,9 +595,31 @@ def _warn_while_capturing() -> None:
     )
 
 
+def holds_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's values can be read here: it is no stand-in (fake, meta), and wraps no other tensor.
+
+    What it wraps comes to the checks again, when the call reaches an operator's backend kernel.
+    """
+    return (
+        type(tensor).__torch_dispatch__ is _NO_TORCH_DISPATCH
+        and not tensor.is_meta
+        and not torch._is_functional_tensor(tensor)
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )
+
+
+_NO_TORCH_DISPATCH = torch.Tensor.__torch_dispatch__
+
+
+def _values(tensor: torch.Tensor) -> list[int]:
+    with torch._C.DisableTorchFunctionSubclass():
+        values: list[int] = tensor.tolist()
+    return values
+
+
 def _validate(q: Any, k: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, seqused_q: Any, seqused_k: Any) -> None:
     tensors = [tensor for tensor in (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k) if tensor is not None]
-    if not tensors or any(type(tensor) not in _EXACT_TENSORS or tensor.is_meta for tensor in tensors):
+    if not tensors or not all(map(holds_values, (q, k, *tensors))):
         return
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
         _warn_while_capturing()
@@ -562,12 +628,12 @@ def _validate(q: Any, k: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, seqused_q: A
         if cu_seqlens is None:
             lengths = [operand.shape[1]] * operand.shape[0]
         else:
-            starts = cu_seqlens.tolist()
+            starts = _values(cu_seqlens)
             lengths = [stop - start for start, stop in itertools.pairwise(starts)]
             if starts[0] < 0 or starts[-1] > operand.shape[0] or any(length < 0 for length in lengths):
                 expected = f"ascending values from 0 to at most total_{side} = {operand.shape[0]}"
                 raise refusal(ValueError, f"cu_seqlens_{side}", f"is {starts}", expected)
         if seqused is not None:
-            used = seqused.tolist()
+            used = _values(seqused)
             if any(not 0 <= rows <= length for rows, length in zip(used, lengths, strict=True)):
                 raise refusal(ValueError, f"seqused_{side}", f"is {used}", f"values from 0 to the lengths {lengths}")

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from flash_ext import _C
-from flash_ext.checks import check_forward
+from flash_ext.arguments import bound, check_result_form, flag, is_tensor_hint, number, window_bounds
+from flash_ext.checks import MAX_HEAD_DIM, check_forward, check_operand, check_probability
+from flash_ext.checks import refusal as refused
 from flash_ext.selection import FORCED_PATH, Direction, call_of, choose, refusal, uses_reference
 
 if TYPE_CHECKING:
@@ -85,11 +87,13 @@ class Explanation:
 
 
 def _padded(size: int) -> int:
-    return -(-size // _HEAD_DIM_STEP) * _HEAD_DIM_STEP
+    return -(-size // _HEAD_DIM_STEP) * _HEAD_DIM_STEP if size <= MAX_HEAD_DIM else size
 
 
 def _stand_in(tensor: Tensor) -> Tensor:
     """A tensor without memory of its own, shaped as the public functions pad this one."""
+    if tensor.ndim == 0:
+        return tensor
     shape = (*tensor.shape[:-1], _padded(tensor.shape[-1]))
     return torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(shape)
 
@@ -147,8 +151,20 @@ def explain(
     """
     if direction not in ("forward", "backward"):
         raise ValueError(f"flash_ext: direction is {direction!r}; expected 'forward' or 'backward'")
-    rng_state = torch.empty((), dtype=torch.int64, device=q.device).expand(2).contiguous() if dropout_p > 0 else None
-    window_left, window_right = window_size
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_operand(name, tensor)
+    if q.ndim > 0 and k.ndim > 0 and q.shape[-1] != k.shape[-1]:  # padding could hide it
+        raise refused(ValueError, "k", f"has head_dim {k.shape[-1]}", f"the head_dim of q, {q.shape[-1]}")
+    check_result_form(flag(return_attn_probs), flag(return_lse))
+    window_left, window_right = map(bound, window_bounds(window_size))
+    max_seqlen_q = None if is_tensor_hint(max_seqlen_q) else bound(max_seqlen_q)
+    max_seqlen_k = None if is_tensor_hint(max_seqlen_k) else bound(max_seqlen_k)
+    causal, deterministic = flag(causal), flag(deterministic)
+    softmax_scale, softcap, dropout_p, num_splits, sm_margin = map(
+        number, (softmax_scale, softcap, dropout_p, num_splits, sm_margin)
+    )
+    check_probability(dropout_p)
+    rng_state = torch.empty(2, dtype=torch.int64, device=q.device) if dropout_p > 0 else None
     check_forward(
         _stand_in(q), _stand_in(k), _stand_in(v),
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,

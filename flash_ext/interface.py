@@ -8,21 +8,21 @@ views of the caller's tensor, never a copy. ``benchmarks/host_overhead.py`` meas
 from __future__ import annotations
 
 import math
-import numbers
 from typing import Any
 
 import torch
 from torch.nn.functional import pad
 
 from . import _C
+from .arguments import bound, check_result_form, flag, is_tensor_hint, number, window_bounds
 from .checks import (
     DTYPES,
     MAX_HEAD_DIM,
-    check_bool,
     check_forward,
     check_operand,
     check_probability,
     check_tensor,
+    holds_values,
     refusal,
 )
 from .ops import (
@@ -36,6 +36,7 @@ from .ops import (
     autocast_operands,
     fwd,
     is_plain_eager,
+    refuse_transforms,
     run_forward,
     run_plain_forward,
     unpack,
@@ -59,30 +60,14 @@ _OPERAND_NAMES = {SEPARATE: ("q", "k", "v"), KV_PACKED: ("q", "kv"), QKV_PACKED:
 _is_compiling = torch.compiler.is_compiling
 
 
-def _number(value: Any) -> Any:
-    """Other libraries' integers and reals (NumPy's) as Python's; anything else as it is, for the checks to refuse."""
-    kind = type(value)
-    if kind is int or kind is float or kind is bool:
-        return value
-    if isinstance(value, numbers.Integral):
-        return int(value)
-    return float(value) if isinstance(value, numbers.Real) else value
-
-
-def _is_tensor_hint(value: Any) -> bool:
-    """Whether max_seqlen is a 0-dimensional integer tensor: as good as None, since reading it would synchronise."""
-    if not isinstance(value, torch.Tensor):
-        return False
-    return value.ndim == 0 and not (value.is_floating_point() or value.is_complex() or value.dtype is torch.bool)
-
-
 def _check_packed(name: str, tensor: Any, parts: int, rank: int) -> None:
     """qkv and kv: their own name in the error, not that of a view of them."""
-    if _is_compiling():  # what is wrong shows in the operator's fake
-        return
-    check_tensor(name, tensor)
-    if tensor.dtype not in DTYPES and not any_autocast():
-        check_operand(name, tensor)
+    if not _is_compiling():
+        check_tensor(name, tensor)
+        if tensor.dtype not in DTYPES and not any_autocast():
+            check_operand(name, tensor)
+    elif not isinstance(tensor, torch.Tensor):  # its dtype shows in the operator's fake
+        raise refusal(TypeError, name, f"is {type(tensor).__name__}", "a torch.Tensor")
     if tensor.ndim != rank or tensor.shape[PACKED_DIM] != parts:
         rows = "batch, seqlen" if rank == 5 else "total"
         expected = f"shape ({rows}, {parts}, heads, head_dim)"
@@ -138,9 +123,41 @@ def _with_rng_state(operands: tuple[torch.Tensor, ...], options: Options, plain:
     check_forward(q, k, v, **{**options, "dropout_p": 0.0})
     if dropout_p == 0.0:
         return options
-    if plain:
+    if not plain:
+        refuse_transforms(operands, options)
+    if plain or holds_values(q):
         _check_served(q, v, options)
     return {**options, "rng_state": _draw_rng_state(q)}
+
+
+_TENSOR_OPTIONS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "alibi_slopes", "sinks")
+_INT_OPTIONS = ("max_seqlen_q", "max_seqlen_k", "window_left", "window_right", "num_splits", "sm_margin")
+_FLOAT_OPTIONS = ("softmax_scale", "softcap", "dropout_p")
+
+
+def _check_types(packing: int, tensors: tuple[torch.Tensor, ...], options: Options) -> None:
+    """For what is traced: the schema of the operator would convert some arguments, and refuse others in its own words.
+
+    Their values are left to the operator's fake.
+    """
+    for name, value in zip(_OPERAND_NAMES[packing], tensors, strict=True):
+        if not isinstance(value, torch.Tensor):
+            raise refusal(TypeError, name, f"is {type(value).__name__}", "a torch.Tensor")
+    for name, value in options.items():
+        if name in _TENSOR_OPTIONS:
+            fits, expected = isinstance(value, torch.Tensor), "a torch.Tensor or None"
+        elif name in _INT_OPTIONS:
+            fits, expected = isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool), "an integer"
+        elif name in _FLOAT_OPTIONS:
+            numeric = isinstance(value, (int, float, torch.SymInt, torch.SymFloat))
+            fits, expected = numeric and not isinstance(value, bool), "a number"
+        elif name in ("causal", "deterministic"):
+            fits, expected = isinstance(value, bool), "a bool, True or False"
+        else:  # refused by the operator's fake, whatever it is
+            fits, expected = True, ""
+        if not fits:
+            name = {"sinks": "sinks (learnable_sink)"}.get(name, name)
+            raise refusal(TypeError, name, f"is {type(value).__name__}", expected)
 
 
 def _cast_by_autocast(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -156,10 +173,15 @@ def _any_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(out, lse)`` of any call, or the error that it deserves; ``plain`` is what `is_plain_eager` said."""
     head_dim_v = 0  # that of out, once it is padded
-    try:
-        head_dim, last = tensors[0].size(-1), tensors[-1].size(-1)
-    except (AttributeError, IndexError, RuntimeError):
-        head_dim = last = 0  # not a tensor of the right rank: for the checks to say
+    if _is_compiling():
+        _check_types(packing, tensors, options)
+    if isinstance(tensors[0], torch.Tensor) and isinstance(tensors[-1], torch.Tensor):
+        try:
+            head_dim, last = tensors[0].size(-1), tensors[-1].size(-1)
+        except (IndexError, RuntimeError):
+            head_dim = last = 0  # of no rank, or nested: for the checks to say
+    else:
+        head_dim = last = 0
     if (head_dim % 8 or last % 8) and head_dim <= MAX_HEAD_DIM and last <= MAX_HEAD_DIM:
         tensors = _pad_head_dims(packing, tensors)
         head_dim_v = last
@@ -215,13 +237,9 @@ def _attention(
 ) -> Result:
     """What the public functions share; ``tensors`` are q, k, v or q, kv or qkv, as ``packing`` says."""
     if return_attn_probs is not False or return_lse is not False:
-        check_bool("return_attn_probs", return_attn_probs)
-        check_bool("return_lse", return_lse)
-        if return_attn_probs and return_lse:
-            raise refusal(ValueError, "return_lse", "is True with return_attn_probs=True", "one of the two")
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise refusal(TypeError, "window_size", f"is {window_size!r:.80}", "a pair of integers (left, right)")
-    window_left, window_right = window_size
+        return_attn_probs, return_lse = flag(return_attn_probs), flag(return_lse)
+        check_result_form(return_attn_probs, return_lse)
+    window_left, window_right = window_bounds(window_size)
 
     # Only what is not at its default, or not of its type: passing 22 keywords down three times would take 3 us.
     options: Options = {}
@@ -229,10 +247,10 @@ def _attention(
         options["cu_seqlens_q"] = cu_seqlens_q
     if cu_seqlens_k is not None:
         options["cu_seqlens_k"] = cu_seqlens_k
-    if max_seqlen_q is not None and not _is_tensor_hint(max_seqlen_q):
-        options["max_seqlen_q"] = _number(max_seqlen_q)
-    if max_seqlen_k is not None and not _is_tensor_hint(max_seqlen_k):
-        options["max_seqlen_k"] = _number(max_seqlen_k)
+    if max_seqlen_q is not None and not is_tensor_hint(max_seqlen_q):
+        options["max_seqlen_q"] = bound(max_seqlen_q)
+    if max_seqlen_k is not None and not is_tensor_hint(max_seqlen_k):
+        options["max_seqlen_k"] = bound(max_seqlen_k)
     if seqused_q is not None:
         options["seqused_q"] = seqused_q
     if seqused_k is not None:
@@ -240,21 +258,21 @@ def _attention(
     if block_table is not None:
         options["block_table"] = block_table
     if softmax_scale is not None:
-        options["softmax_scale"] = softmax_scale if type(softmax_scale) is float else _number(softmax_scale)
+        options["softmax_scale"] = softmax_scale if type(softmax_scale) is float else number(softmax_scale)
     if causal is not False:
-        options["causal"] = causal
+        options["causal"] = causal if causal is True else flag(causal)
     if type(window_left) is not int or window_left != -1:
-        options["window_left"] = _number(window_left)
+        options["window_left"] = bound(window_left)
     if type(window_right) is not int or window_right != -1:
-        options["window_right"] = _number(window_right)
+        options["window_right"] = bound(window_right)
     if type(softcap) is not float or softcap != 0.0:
-        options["softcap"] = _number(softcap)
+        options["softcap"] = number(softcap)
     if alibi_slopes is not None:
         options["alibi_slopes"] = alibi_slopes
     if learnable_sink is not None:
         options["sinks"] = learnable_sink
     if type(dropout_p) is not float or dropout_p != 0.0:
-        options["dropout_p"] = _number(dropout_p)
+        options["dropout_p"] = number(dropout_p)
     if q_descale is not None:
         options["q_descale"] = q_descale
     if k_descale is not None:
@@ -262,11 +280,11 @@ def _attention(
     if v_descale is not None:
         options["v_descale"] = v_descale
     if type(num_splits) is not int or num_splits != 0:
-        options["num_splits"] = _number(num_splits)
+        options["num_splits"] = number(num_splits)
     if type(sm_margin) is not int or sm_margin != 0:
-        options["sm_margin"] = _number(sm_margin)
+        options["sm_margin"] = number(sm_margin)
     if deterministic is not False:
-        options["deterministic"] = deterministic
+        options["deterministic"] = deterministic if deterministic is True else flag(deterministic)
 
     plain = not _is_compiling() and is_plain_eager(tensors, options)
     results = None

@@ -33,7 +33,7 @@ import torch.utils.flop_counter
 
 from . import checks, dispatch
 from .allocate import empty_like
-from .checks import DTYPES, check_backward, check_forward, lse_shape_of
+from .checks import DTYPES, MAX_INT32, check_backward, check_forward, lse_shape_of
 
 __all__ = [
     "KV_PACKED",
@@ -47,6 +47,7 @@ __all__ = [
     "bwd",
     "fwd",
     "is_plain_eager",
+    "refuse_transforms",
     "run_backward",
     "run_forward",
     "run_plain_forward",
@@ -82,18 +83,20 @@ bwd = torch.ops.flash_ext.bwd.default
 # The one way down: check, then dispatch.
 
 _deterministic_mode = torch._C._get_deterministic_algorithms
-_MAX_WINDOW = 2**31 - 1  # the kernels count in 32 bits, and no sequence is longer
 
 
 def _resolve(options: Options) -> Options:
-    """What the call means now: torch's deterministic mode, and window bounds that 32 bits hold."""
+    """What the call means now: torch's deterministic mode, and window bounds as the kernels count, in 32 bits.
+
+    A bound beyond that is as good as none: no sequence is longer.
+    """
     if _deterministic_mode():
         options = {**options, "deterministic": True}
     if not options:
         return options
     if "window_left" in options or "window_right" in options:
         left, right = options.get("window_left", -1), options.get("window_right", -1)
-        options = {**options, "window_left": min(left, _MAX_WINDOW), "window_right": min(right, _MAX_WINDOW)}
+        options = {**options, "window_left": min(left, MAX_INT32), "window_right": min(right, MAX_INT32)}
     return options
 
 
@@ -465,10 +468,13 @@ _AUTOCAST_INPUTS = (torch.float32, *DTYPES)
 def autocast_operands(tensors: tuple[torch.Tensor, ...], device_type: str) -> tuple[torch.Tensor, ...]:
     """Operands in the autocast dtype of the device type, as autocast does for ``scaled_dot_product_attention``.
 
-    Other dtypes (fp8, fp64, integers) stay as they are, to be refused by name.
+    Other dtypes (fp8, fp64, integers), and what is no tensor, stay as they are, to be refused by name.
     """
     dtype = torch.get_autocast_dtype(device_type)
-    return tuple(tensor.to(dtype) if tensor.dtype in _AUTOCAST_INPUTS else tensor for tensor in tensors)
+    return tuple(
+        tensor.to(dtype) if isinstance(tensor, torch.Tensor) and tensor.dtype in _AUTOCAST_INPUTS else tensor
+        for tensor in tensors
+    )
 
 
 def _register_autocast(device_type: str, key: str) -> None:
@@ -493,6 +499,33 @@ def _refuse_vmap(*tensors: Any, **options: Any) -> NoReturn:
         "flash_ext: vmap over flash_ext operators is not implemented; "
         "expected the mapped dimension as part of the batch dimension"
     )
+
+
+def _is_batched(tensor: Any) -> bool:
+    """Whether some level of vmap maps over this argument."""
+    functorch = torch._C._functorch
+    while isinstance(tensor, torch.Tensor) and functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_batchedtensor(tensor):
+            return True
+        tensor = functorch.get_unwrapped(tensor)
+    return False
+
+
+def _draws_per_example() -> bool:
+    """Whether a random number drawn here would be one for each example of a vmap."""
+    functorch = torch._C._functorch
+    return any(
+        layer.key() == functorch.TransformType.Vmap
+        and functorch.CVmapInterpreterPtr(layer).randomness() == functorch.RandomnessType.Different
+        for layer in functorch.get_interpreter_stack() or ()
+    )
+
+
+def refuse_transforms(tensors: tuple[torch.Tensor, ...], options: Options) -> None:
+    """What ``fwd`` would refuse of a call with dropout, before its random numbers are drawn."""
+    if _draws_per_example() or any(map(_is_batched, (*tensors, *options.values()))):
+        _refuse_vmap()
+    _refuse_unsupported_autograd((*tensors, options.get("sinks")), "flash_ext::fwd")
 
 
 for _name in ("fwd", "bwd"):

@@ -15,9 +15,27 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import pad
 
-from .checks import check_tensor
+from .checks import check_size, check_tensor, refusal
 
 __all__ = ["index_first_axis", "pad_input", "unpad_input"]
+
+
+_INDEX_DTYPES = (torch.int64, torch.int32)
+
+
+def _check_rows(hidden_states: torch.Tensor, indices: torch.Tensor) -> None:
+    """What `index_first_axis` and `pad_input` both ask of their tensors."""
+    check_tensor("hidden_states", hidden_states)
+    if hidden_states.ndim == 0:
+        raise refusal(ValueError, "hidden_states", "has shape ()", "shape (rows, ...)")
+    check_tensor("indices", indices)
+    if indices.dtype not in _INDEX_DTYPES:
+        raise refusal(TypeError, "indices", f"has dtype {indices.dtype}", "torch.int64 or torch.int32")
+    if indices.ndim != 1:
+        raise refusal(ValueError, "indices", f"has shape {tuple(indices.shape)}", "shape (total)")
+    if indices.device != hidden_states.device:
+        expected = f"the device of hidden_states, {hidden_states.device}"
+        raise refusal(ValueError, "indices", f"is on {indices.device}", expected)
 
 
 def index_first_axis(hidden_states: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
@@ -34,9 +52,13 @@ def index_first_axis(hidden_states: torch.Tensor, indices: torch.Tensor) -> torc
     -------
     torch.Tensor
         (total, ...), contiguous.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is no tensor, or ``indices`` is of another dtype, rank or device.
     """
-    check_tensor("hidden_states", hidden_states)
-    check_tensor("indices", indices)
+    _check_rows(hidden_states, indices)
     return hidden_states.index_select(0, indices)
 
 
@@ -74,6 +96,9 @@ def unpad_input(
         If a mask is no tensor, is of another shape or of a floating dtype.
     """
     check_tensor("hidden_states", hidden_states)
+    if hidden_states.ndim < 2:
+        got = f"has shape {tuple(hidden_states.shape)}"
+        raise refusal(ValueError, "hidden_states", got, "shape (batch, seqlen, ...)")
     masks = {"attention_mask": attention_mask}
     if unused_mask is not None:
         masks["unused_mask"] = unused_mask
@@ -105,7 +130,8 @@ def pad_input(hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, se
     hidden_states : torch.Tensor
         (total, ...).
     indices : torch.Tensor
-        (total,), int64, as `unpad_input` gives them: distinct places in the flattened (batch * seqlen).
+        (total,), int64 or int32, as `unpad_input` gives them: distinct places in the flattened (batch * seqlen). Not
+        read on the host: one outside of it is torch's error.
     batch, seqlen : int
         Of the padded batch.
 
@@ -113,13 +139,20 @@ def pad_input(hidden_states: torch.Tensor, indices: torch.Tensor, batch: int, se
     -------
     torch.Tensor
         (batch, seqlen, ...), contiguous.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is of another type, dtype, shape or device.
     """
-    check_tensor("hidden_states", hidden_states)
-    check_tensor("indices", indices)
-    if indices.ndim != 1 or hidden_states.shape[0] != indices.shape[0]:
+    _check_rows(hidden_states, indices)
+    check_size("batch", batch)
+    check_size("seqlen", seqlen)
+    if hidden_states.shape[0] != indices.shape[0]:
         raise ValueError(
             f"flash_ext: indices has shape {tuple(indices.shape)}; expected ({hidden_states.shape[0]},), "
             "one place per row of hidden_states"
         )
+    indices = indices.long()  # index_copy_ takes no other
     padded = hidden_states.new_zeros((batch * seqlen, *hidden_states.shape[1:]))
     return padded.index_copy_(0, indices, hidden_states).view(batch, seqlen, *hidden_states.shape[1:])

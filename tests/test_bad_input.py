@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 from helpers.paths import Path
 from hypothesis import given
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.two_tensor import TwoTensor
 
 import flash_ext
 from flash_ext import checks, interface
@@ -83,7 +89,14 @@ def only(bad: Bad, *through: str) -> Bad:
 
 def mistyped(name: str, value: Any, says: tuple[str, ...], base: Callable[[], Arguments] = dense_arguments) -> Bad:
     """A wrong Python type: the operator's schema, torch's, refuses some of these in its own words."""
-    return Bad(f"{name} is {value!r:.20}", {name: value}, TypeError, (name, *says), base, ("check", "public"))
+    return Bad(
+        f"{name} is {' '.join(repr(value).split()):.20}",
+        {name: value},
+        TypeError,
+        (name, *says),
+        base,
+        ("check", "public"),
+    )
 
 
 def _fp8(name: str, *shape: int) -> Bad:
@@ -98,7 +111,8 @@ _HUGE = torch.zeros((), dtype=torch.bfloat16)
 
 TENSORS = [
     *(mistyped(name, [1.0], ("list", "torch.Tensor")) for name in ("q", "k", "v")),
-    mistyped("q", None, ("NoneType", "torch.Tensor")),
+    *(mistyped(name, np.zeros((2, 5, 4, 16)), ("ndarray", "torch.Tensor")) for name in ("q", "k", "v")),
+    *(mistyped(name, None, ("NoneType", "torch.Tensor")) for name in ("q", "k", "v")),
     mistyped("k", 3, ("int", "torch.Tensor")),
     dense("q float32", TypeError, ("q ", "torch.float32", "torch.float16 or torch.bfloat16", "autocast"),
           q=_half(2, 5, 4, 16, dtype=torch.float32)),
@@ -229,18 +243,34 @@ VECTORS = [
 ]  # fmt: skip
 
 _NAN, _INF = math.nan, math.inf
+_FP32 = "fp32 holds: 0 or a magnitude from 1.2e-38 to 1e+38"
+
+
+def beyond_64_bits(bad: Bad) -> Bad:
+    """torch's schema refuses it before the operator is asked."""
+    return only(bad, "check", "public")
+
+
 NUMBERS = [
     *(
-        dense(f"softmax_scale {value}", ValueError, ("softmax_scale", str(value), "finite"), softmax_scale=value)
-        for value in (_NAN, _INF, -_INF)
+        dense(f"softmax_scale {value}", ValueError, ("softmax_scale", str(value), "finite", _FP32), softmax_scale=value)
+        for value in (_NAN, _INF, -_INF, 1e39, -1e39, 1e-50, -1e-39, 1.1e38)
     ),
+    beyond_64_bits(dense("softmax_scale 10**400", ValueError, ("softmax_scale", "1000", _FP32),
+                         softmax_scale=10**400)),
+    beyond_64_bits(dense("softmax_scale 10**5000", ValueError, ("softmax_scale", "integer of 16610 bits"),
+                         softmax_scale=10**5000)),
+    only(dense("softmax_scale, a fraction", ValueError, ("softmax_scale", "Fraction(1000", _FP32),
+               softmax_scale=Fraction(10**400)), "check", "public"),
     mistyped("softmax_scale", "0.1", ("'0.1'", "finite")),
     mistyped("softmax_scale", torch.ones(()), ("tensor", "finite")),
     mistyped("softmax_scale", True, ("True", "finite")),
     *(
-        dense(f"softcap {value}", ValueError, ("softcap", str(value), "at least 0"), softcap=value)
-        for value in (_NAN, _INF, -1.0)
+        dense(f"softcap {value}", ValueError, ("softcap", str(value), "at least 0", _FP32), softcap=value)
+        for value in (_NAN, _INF, -1.0, 1e39, 1e-50, -1e39, -1e-50)
     ),
+    dense("softcap too small for the scale", ValueError, ("softcap", "1e-10 with softmax_scale -1e+30", "1e+38"),
+          softcap=1e-10, softmax_scale=-1e30),
     mistyped("softcap", None, ("None", "at least 0")),
     mistyped("softcap", False, ("False", "at least 0")),
     *(
@@ -252,6 +282,22 @@ NUMBERS = [
     mistyped("dropout_p", True, ("True", "[0, 1)")),
     mistyped("dropout_p", torch.zeros(3), ("tensor", "[0, 1)")),
     dense("window_left -2", ValueError, ("window_left (window_size[0])", "-2", "at least -1"), window_left=-2),
+    *(
+        dense(f"{name} -2**40", ValueError, (name, str(-(2**40)), "at least -1"), **{name: -(2**40)})
+        for name in ("window_left", "window_right")
+    ),
+    beyond_64_bits(dense("window_left -2**70", ValueError, ("window_left", str(-(2**70)), "at least -1"),
+                         window_left=-(2**70))),
+    *(
+        dense(f"sm_margin {value}", ValueError, ("sm_margin", str(value), "at most 2147483647"), sm_margin=value)
+        for value in (2**31, 2**40, -(2**40))
+    ),
+    beyond_64_bits(dense("sm_margin 2**70", ValueError, ("sm_margin", str(2**70), "at most 2147483647"),
+                         sm_margin=2**70)),
+    dense("num_splits 2**40", NotImplementedError, ("num_splits", str(2**40), "0 or 1"), num_splits=2**40),
+    dense("num_splits -2**40", ValueError, ("num_splits", str(-(2**40)), "at least 0"), num_splits=-(2**40)),
+    beyond_64_bits(dense("num_splits 2**70", NotImplementedError, ("num_splits", str(2**70), "0 or 1"),
+                         num_splits=2**70)),
     dense("window_right -7", ValueError, ("window_right (window_size[1])", "-7", "at least -1"), window_right=-7),
     Bad("window_left 1.0", {"window_left": 1.0}, TypeError, ("window_size[0]", "1.0", "integer"),
         through=("check", "public")),
@@ -362,6 +408,83 @@ def test_public_function_under_a_mode(bad: Bad) -> None:
         assert_refused(bad, lambda: call_public(bad.arguments(), **more))
 
 
+class Marked(torch.Tensor):
+    """A subclass that changes nothing."""
+
+
+def _as_marked(value: Any) -> Any:
+    return value.as_subclass(Marked) if isinstance(value, torch.Tensor) and value.layout is torch.strided else value
+
+
+@pytest.mark.parametrize("bad", _named("public"))
+@pytest.mark.usefixtures("_nothing_is_drawn")
+def test_public_function_with_a_subclass(bad: Bad) -> None:
+    """Not the direct way either."""
+    not_tensors = ("softmax_scale", "dropout_p", "max_seqlen_q", "max_seqlen_k")
+    arguments = {name: value if name in not_tensors else _as_marked(value) for name, value in bad.arguments().items()}
+    more = {} if "dropout_p" in bad.changes else {"dropout_p": 0.5}
+    assert_refused(bad, lambda: call_public(arguments, **more))
+
+
+def _is_of_a_wrong_half_dtype(bad: Bad) -> bool:
+    """Which autocast puts right."""
+    values = [bad.changes[name] for name in "qkv" if name in bad.changes]
+    castable = (torch.float32, torch.float16)
+    return any(isinstance(value, torch.Tensor) and value.dtype in castable for value in values)
+
+
+@pytest.mark.parametrize("bad", [param for param in _named("public") if not _is_of_a_wrong_half_dtype(param.values[0])])
+@pytest.mark.usefixtures("_nothing_is_drawn")
+def test_public_function_under_autocast(bad: Bad) -> None:
+    more = {} if "dropout_p" in bad.changes else {"dropout_p": 0.5}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_refused(bad, lambda: call_public(bad.arguments(), **more))
+
+
+@pytest.mark.parametrize("bad", _named("public"))
+def test_explain(bad: Bad) -> None:
+    """It raises what the call would raise."""
+    arguments = bad.arguments()
+    arguments["window_size"] = (arguments.pop("window_left", -1), arguments.pop("window_right", -1))
+    if "sinks" in arguments:
+        arguments["learnable_sink"] = arguments.pop("sinks")
+    if bad.base is varlen_arguments and None in (arguments["cu_seqlens_q"], arguments["cu_seqlens_k"]):
+        bad = Bad(bad.name, {}, ValueError, ("cu_seqlens", "None", "both"))  # explain serves both functions
+    assert_refused(bad, lambda: flash_ext.explain(**arguments))
+
+
+_COMPILED = [bad for bad in (*NUMBERS, *RESERVED) if "op" in bad.through or bad.error is TypeError]
+
+
+@pytest.mark.parametrize("bad", [pytest.param(bad, id=bad.name) for bad in _COMPILED])
+def test_compiled_public_function(bad: Bad) -> None:
+    """The compiler's error holds ours; of a wrong type only its name, not the value."""
+    arguments = bad.arguments()
+    constants = {name: value for name, value in bad.changes.items() if not isinstance(value, torch.Tensor)}
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+
+    def call(tensors: Arguments) -> Any:
+        return call_public({**tensors, **constants})
+
+    torch._dynamo.reset()
+    with pytest.raises((torch._dynamo.exc.TorchRuntimeError, torch._dynamo.exc.Unsupported)) as caught:
+        torch.compile(call, backend="eager", fullgraph=True)(tensors)
+    message = str(caught.value)
+    name = next(iter(bad.changes))
+    assert f"flash_ext: {name}" in message and "expected" in message, message
+    if bad.error is not TypeError:
+        assert bad.error.__name__ in message and all(text in message for text in bad.says), message
+
+
+def test_compiled_packed_functions() -> None:
+    for tensor, says in ((_half(2, 5, 4, 16), "has shape (2, 5, 4, 16)"), (None, "is NoneType")):
+        torch._dynamo.reset()
+        compiled = torch.compile(flash_ext.flash_attn_qkvpacked_func, backend="eager", fullgraph=True)
+        with pytest.raises(torch._dynamo.exc.Unsupported) as caught:
+            compiled(tensor)
+        assert f"flash_ext: qkv {says}" in str(caught.value)
+
+
 @pytest.mark.parametrize("bad", [param for param in _named("public") if param.values[0].base is dense_arguments])
 def test_public_function_that_records_a_gradient(bad: Bad) -> None:
     arguments = bad.arguments()
@@ -382,6 +505,30 @@ def test_the_bases_are_fine() -> None:
         checks.check_forward(**arguments)
         out, lse = torch.ops.flash_ext.fwd(**{name: value.to("meta") for name, value in arguments.items()})
         assert out.shape == (*arguments["q"].shape[:-1], HEAD_DIM_V) and lse.dtype is torch.float32
+
+
+def test_numbers_of_other_libraries_and_large_bounds() -> None:
+    """What means the same is the same: NumPy's numbers and bools; bounds and hints that no sequence reaches."""
+    arguments = {name: torch.randn_like(value) for name, value in dense_arguments().items()}
+    plain = call_public(arguments)
+    causal = call_public(arguments, causal=True)
+    assert not torch.equal(plain, causal)
+    for ways in (arguments, {name: _as_marked(value) for name, value in arguments.items()}):
+        assert torch.equal(call_public(ways, causal=np.bool_(True), deterministic=np.bool_(False)), causal)
+        assert isinstance(call_public(ways, return_lse=np.bool_(True)), tuple)
+        for beyond in (2**31 - 1, 2**31, 2**40, 2**70, np.int64(2**40)):
+            assert torch.equal(call_public(ways, window_left=beyond, window_right=beyond), plain)
+            assert torch.equal(call_public(ways, window_left=beyond, causal=True), causal)
+        for scale in (1.2e-38, 1, np.float32(0.25), Fraction(1, 4)):
+            assert torch.equal(call_public(ways, softmax_scale=scale), call_public(ways, softmax_scale=float(scale)))
+        assert torch.equal(call_public(ways, sm_margin=2**31 - 1), plain)
+    for beyond in (2**31, 2**62):
+        out, _ = torch.ops.flash_ext.fwd(**arguments, window_left=beyond, window_right=beyond)
+        assert torch.equal(out, plain)
+    packed = {name: torch.zeros_like(value) for name, value in varlen_arguments().items() if name in "qkv"}
+    lengths = {name: value for name, value in varlen_arguments().items() if name not in "qkv"}
+    for operands in (packed, {name: _as_marked(value) for name, value in packed.items()}):
+        call_public({**operands, **lengths}, max_seqlen_q=2**70, max_seqlen_k=np.int64(2**40))
 
 
 def test_a_refused_call_leaves_its_inputs_alone() -> None:
@@ -453,8 +600,56 @@ def test_packed_functions(index: int) -> None:
     assert_refused(bad, lambda: function(*arguments, dropout_p=0.5))
 
 
+def _call_under_a_transform(transform: str) -> Any:
+    arguments = dense_arguments()
+    q, k, v = arguments["q"], arguments["k"], arguments["v"]
+
+    def attention(q: torch.Tensor) -> Any:
+        return flash_ext.flash_attn_func(q, k, v, dropout_p=0.5)
+
+    if transform == "vmap over q, per example":
+        return torch.func.vmap(attention, randomness="different")(q[None])
+    if transform == "vmap over q, the same":
+        return torch.func.vmap(attention, randomness="same")(q[None])
+    if transform == "vmap over q":
+        return torch.func.vmap(attention)(q[None])
+    if transform == "vmap over something else":
+        return torch.func.vmap(lambda x: x + attention(q).sum(), randomness="different")(torch.zeros(3))
+    if transform == "vmap over the sinks":
+        call = lambda sinks: flash_ext.flash_attn_func(q, k, v, dropout_p=0.5, learnable_sink=sinks)  # noqa: E731
+        return torch.func.vmap(call, randomness="same")(torch.zeros(3, HEADS_Q))
+    if transform == "grad":
+        return torch.func.grad(lambda q: attention(q).float().sum())(q)
+    if transform == "vmap of grad":
+        grad = torch.func.grad(lambda q: attention(q).float().sum())
+        return torch.func.vmap(grad, randomness="same")(q[None])
+    if transform == "jvp":
+        return torch.func.jvp(attention, (q,), (q,))
+    raise AssertionError(transform)
+
+
+@pytest.mark.parametrize(
+    ("transform", "what"),
+    [
+        ("vmap over q, per example", "vmap over flash_ext operators"),
+        ("vmap over q, the same", "vmap over flash_ext operators"),
+        ("vmap over q", "vmap over flash_ext operators"),
+        ("vmap over something else", "vmap over flash_ext operators"),
+        ("vmap over the sinks", "vmap over flash_ext operators"),
+        ("grad", "torch.func transforms"),
+        ("vmap of grad", "vmap over flash_ext operators"),
+        ("jvp", "forward-mode AD"),
+    ],
+)
 @pytest.mark.usefixtures("_nothing_is_drawn")
-def test_a_call_without_a_kernel_draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_transform_draws_nothing(transform: str, what: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"flash_ext: {what} .*not implemented"):
+        _call_under_a_transform(transform)
+
+
+@pytest.mark.parametrize("way", ["direct", "subclass", "autocast", "mode"])
+@pytest.mark.usefixtures("_nothing_is_drawn")
+def test_a_call_without_a_kernel_draws_nothing(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What only dispatch can refuse is refused before the random number too."""
 
     def refuse(*arguments: Any) -> str:
@@ -462,8 +657,15 @@ def test_a_call_without_a_kernel_draws_nothing(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(interface, "uses_reference", lambda q: False)
     monkeypatch.setattr(interface, "path_of", refuse)
-    with pytest.raises(NotImplementedError, match="flash_ext: no kernel"):
-        call_public(dense_arguments(), dropout_p=0.5)
+    arguments = dense_arguments()
+    if way == "subclass":
+        arguments["q"] = _as_marked(arguments["q"])
+    modes = {
+        "autocast": torch.autocast("cpu", dtype=torch.bfloat16),
+        "mode": torch.utils.flop_counter.FlopCounterMode(display=False),
+    }
+    with modes.get(way, nullcontext()), pytest.raises(NotImplementedError, match="flash_ext: no kernel"):
+        call_public(arguments, dropout_p=0.5)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -589,6 +791,81 @@ def test_device_values_are_validated_on_demand(
     checks.check_forward(**dense_arguments(), seqused_k=_ints(0, 7))
     with pytest.raises(ValueError, match="seqused_k is .*0 to the lengths"):
         checks.check_forward(**dense_arguments(), seqused_k=_ints(0, 8))
+
+
+_UNSORTED = {"cu_seqlens_q": _ints(0, 6, 4)}
+
+
+def _in_fake_mode(call: Callable[[Arguments], Any], arguments: Arguments, real: tuple[str, ...] = ()) -> Any:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        return call({name: x if name in real else mode.from_tensor(x) for name, x in arguments.items()})
+
+
+def _under_a_mode(call: Callable[[Arguments], Any], arguments: Arguments) -> Any:
+    with torch.utils.flop_counter.FlopCounterMode(display=False):
+        return call(arguments)
+
+
+def _traced(call: Callable[[Arguments], Any], arguments: Arguments) -> Any:
+    return make_fx(call, tracing_mode="real")(arguments)(arguments)
+
+
+def _compiled(call: Callable[[Arguments], Any], arguments: Arguments) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(call, backend="aot_eager", fullgraph=True)(arguments)
+
+
+def _vmapped(call: Callable[[Arguments], Any], arguments: Arguments) -> Any:
+    def of_one(cu_seqlens_q: torch.Tensor) -> Any:
+        return call({**arguments, "cu_seqlens_q": cu_seqlens_q})
+
+    return torch.func.vmap(of_one)(arguments["cu_seqlens_q"][None])
+
+
+_WAYS: dict[str, Callable[[Callable[[Arguments], Any], Arguments], Any]] = {
+    "subclass": lambda call, arguments: call({name: _as_marked(value) for name, value in arguments.items()}),
+    "subclass cu_seqlens": lambda call, arguments: call({**arguments, "cu_seqlens_q": _as_marked(
+        arguments["cu_seqlens_q"])}),
+    "wrapper subclass": lambda call, arguments: call({name: TwoTensor(x, x.clone()) for name, x in arguments.items()}),
+    "functionalize": lambda call, arguments: torch.func.functionalize(call)(arguments),
+    "mode": _under_a_mode,
+    "make_fx": _traced,
+    "compile": _compiled,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("public", [False, True])
+@pytest.mark.parametrize("way", _WAYS)
+def test_device_values_are_validated_where_the_call_runs(
+    way: str, public: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "VALIDATE", True)
+
+    def call(arguments: Arguments) -> Any:
+        return call_public(arguments, causal=True) if public else torch.ops.flash_ext.fwd(**arguments, causal=True)[0]
+
+    assert _WAYS[way](call, varlen_arguments()).shape == (10, HEADS_Q, HEAD_DIM_V)
+    with pytest.raises(ValueError, match=r"flash_ext: cu_seqlens_q is \[0, 6, 4\]; expected ascending values"):
+        _WAYS[way](call, {**varlen_arguments(), **_UNSORTED})
+
+
+@pytest.mark.parametrize("public", [False, True])
+def test_stand_ins_have_no_values_to_validate(public: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "VALIDATE", True)
+
+    def call(arguments: Arguments) -> Any:
+        return call_public(arguments) if public else torch.ops.flash_ext.fwd(**arguments)[0]
+
+    arguments = {**varlen_arguments(), **_UNSORTED}
+    real = ("cu_seqlens_q", "cu_seqlens_k")
+    for out in (
+        _in_fake_mode(call, arguments),
+        _in_fake_mode(call, arguments, real),  # nothing is computed with them
+        call({name: value.to("meta") for name, value in arguments.items()}),
+    ):
+        assert out.shape == (10, HEADS_Q, HEAD_DIM_V)
+    with pytest.raises(NotImplementedError, match="flash_ext: vmap over flash_ext operators"):
+        _vmapped(call, varlen_arguments())
 
 
 @pytest.mark.gpu

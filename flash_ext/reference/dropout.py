@@ -19,6 +19,8 @@ import math
 import torch
 from torch import Tensor
 
+from flash_ext.checks import check_probability, check_size, check_tensor, refusal
+
 _MASK32 = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
@@ -126,7 +128,20 @@ def dropout_mask(rng_state: Tensor, dropout_p: float, batch: int, heads: int, se
     -------
     Tensor
         bool, (batch, heads, seqlen_q, seqlen_k): True where the score is kept.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For anything else.
     """
+    check_tensor("rng_state", rng_state)
+    if rng_state.dtype is not torch.int64:
+        raise refusal(TypeError, "rng_state", f"has dtype {rng_state.dtype}", "torch.int64, shape (2)")
+    if rng_state.shape != (2,):
+        raise refusal(ValueError, "rng_state", f"has shape {tuple(rng_state.shape)}", "shape (2)")
+    check_probability(dropout_p)
+    for name, size in (("batch", batch), ("heads", heads), ("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)):
+        check_size(name, size)
     device = rng_state.device
     threshold = dropout_threshold(dropout_p)
     mask = torch.empty((batch, heads, seqlen_q, seqlen_k), dtype=torch.bool, device=device)

@@ -125,6 +125,13 @@ def _with_rng_state(operands: tuple[torch.Tensor, ...], options: Options, plain:
         return options
     if not plain:
         refuse_transforms(operands, options)
+    if wants_gradient(operands, options.get("sinks")):
+        for name, tensor in zip("qkv", operands, strict=True):
+            if tensor.is_inference():  # autograd would refuse to keep it, later
+                expected = (
+                    "a normal tensor where a gradient is recorded (a clone made outside of inference_mode is one)"
+                )
+                raise refusal(ValueError, name, "is an inference tensor", expected)
     if plain or holds_values(q):
         _check_served(q, v, options)
     return {**options, "rng_state": _draw_rng_state(q)}
@@ -175,13 +182,10 @@ def _any_attention(
     head_dim_v = 0  # that of out, once it is padded
     if _is_compiling():
         _check_types(packing, tensors, options)
-    if isinstance(tensors[0], torch.Tensor) and isinstance(tensors[-1], torch.Tensor):
-        try:
-            head_dim, last = tensors[0].size(-1), tensors[-1].size(-1)
-        except (IndexError, RuntimeError):
-            head_dim = last = 0  # of no rank, or nested: for the checks to say
-    else:
-        head_dim = last = 0
+    try:
+        head_dim, last = tensors[0].size(-1), tensors[-1].size(-1)
+    except (AttributeError, IndexError, RuntimeError, TypeError):
+        head_dim = last = 0  # no tensor (NumPy's size is a number), of no rank, or nested: for the checks to say
     if (head_dim % 8 or last % 8) and head_dim <= MAX_HEAD_DIM and last <= MAX_HEAD_DIM:
         tensors = _pad_head_dims(packing, tensors)
         head_dim_v = last

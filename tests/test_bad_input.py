@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -479,7 +479,9 @@ def test_compiled_public_function(bad: Bad) -> None:
 def test_compiled_packed_functions() -> None:
     for tensor, says in ((_half(2, 5, 4, 16), "has shape (2, 5, 4, 16)"), (None, "is NoneType")):
         torch._dynamo.reset()
-        compiled = torch.compile(flash_ext.flash_attn_qkvpacked_func, backend="eager", fullgraph=True)
+        compiled: Callable[..., Any] = torch.compile(
+            flash_ext.flash_attn_qkvpacked_func, backend="eager", fullgraph=True
+        )
         with pytest.raises(torch._dynamo.exc.Unsupported) as caught:
             compiled(tensor)
         assert f"flash_ext: qkv {says}" in str(caught.value)
@@ -647,6 +649,17 @@ def test_a_refused_transform_draws_nothing(transform: str, what: str) -> None:
         _call_under_a_transform(transform)
 
 
+@pytest.mark.usefixtures("_nothing_is_drawn")
+def test_an_inference_tensor_beside_a_gradient_draws_nothing() -> None:
+    arguments = dense_arguments()
+    with torch.inference_mode():
+        arguments["k"] = arguments["k"].clone()
+    call_public(arguments, dropout_p=0.0)
+    arguments["q"].requires_grad_()
+    with pytest.raises(ValueError, match="flash_ext: k is an inference tensor; expected a normal tensor"):
+        call_public(arguments, dropout_p=0.5)
+
+
 @pytest.mark.parametrize("way", ["direct", "subclass", "autocast", "mode"])
 @pytest.mark.usefixtures("_nothing_is_drawn")
 def test_a_call_without_a_kernel_draws_nothing(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -660,7 +673,7 @@ def test_a_call_without_a_kernel_draws_nothing(way: str, monkeypatch: pytest.Mon
     arguments = dense_arguments()
     if way == "subclass":
         arguments["q"] = _as_marked(arguments["q"])
-    modes = {
+    modes: dict[str, AbstractContextManager[Any]] = {
         "autocast": torch.autocast("cpu", dtype=torch.bfloat16),
         "mode": torch.utils.flop_counter.FlopCounterMode(display=False),
     }
@@ -702,6 +715,36 @@ def test_backward_arguments_are_tensors(name: str) -> None:
     arguments = {"dout": _half(*_OUT), "dlse": None, "out": _half(*_OUT), "lse": torch.zeros(_LSE), **dense_arguments()}
     with pytest.raises(TypeError, match=f"flash_ext: {name} is NoneType .*expected a torch.Tensor"):
         checks.check_backward(**{**arguments, name: None})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Between padded and packed.
+
+_PADDED, _MASK = torch.zeros(2, 3, 4), torch.ones(2, 3, dtype=torch.bool)
+_PLACES = torch.tensor([0, 4])
+PADDING: list[tuple[Callable[..., Any], tuple[Any, ...], type[Exception], tuple[str, ...]]] = [
+    (flash_ext.unpad_input, ([1], _MASK), TypeError, ("hidden_states", "list", "torch.Tensor")),
+    (flash_ext.unpad_input, (torch.zeros(6), _MASK), ValueError, ("hidden_states", "(6,)", "(batch, seqlen, ...)")),
+    (flash_ext.unpad_input, (_PADDED, [[1]]), TypeError, ("attention_mask", "list", "torch.Tensor")),
+    (flash_ext.unpad_input, (_PADDED, _MASK.float()), TypeError, ("attention_mask", "torch.float32", "integer")),
+    (flash_ext.unpad_input, (_PADDED, _MASK[:1]), ValueError, ("attention_mask", "(1, 3)", "(2, 3)")),
+    (flash_ext.unpad_input, (_PADDED, _MASK, _MASK[0]), ValueError, ("unused_mask", "(3,)", "(2, 3)")),
+    (flash_ext.pad_input, (None, _PLACES, 2, 3), TypeError, ("hidden_states", "NoneType", "torch.Tensor")),
+    (flash_ext.pad_input, (torch.zeros(()), _PLACES, 2, 3), ValueError, ("hidden_states", "()", "(rows, ...)")),
+    (flash_ext.pad_input, (_PADDED, [0, 4], 2, 3), TypeError, ("indices", "list", "torch.Tensor")),
+    (flash_ext.pad_input, (_PADDED, _PLACES.float(), 2, 3), TypeError, ("indices", "torch.float32", "torch.int32")),
+    (flash_ext.pad_input, (_PADDED, _PLACES[None], 2, 3), ValueError, ("indices", "(1, 2)", "(total)")),
+    (flash_ext.pad_input, (_PADDED, _PLACES[:1], 2, 3), ValueError, ("indices", "(1,)", "(2,)")),
+    (flash_ext.pad_input, (_PADDED, _PLACES.to("meta"), 2, 3), ValueError, ("indices", "meta", "hidden_states, cpu")),
+    (flash_ext.pad_input, (_PADDED, _PLACES, "2", 3), TypeError, ("batch", "'2'", "integer of at least 0")),
+    (flash_ext.pad_input, (_PADDED, _PLACES, 2, -3), ValueError, ("seqlen", "-3", "integer of at least 0")),
+]
+
+
+@pytest.mark.parametrize("index", range(len(PADDING)))
+def test_padding(index: int) -> None:
+    function, arguments, error, says = PADDING[index]
+    assert_refused(Bad(function.__name__, {}, error, says), lambda: function(*arguments))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

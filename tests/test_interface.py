@@ -494,8 +494,9 @@ def test_unpad_input(path: Path, dtype: torch.dtype) -> None:
     assert cu_seqlens.tolist() == [0, 3, 3, 9, 10] and cu_seqlens.dtype is torch.int32
     assert max_seqlen == 6 and type(max_seqlen) is int
     assert used.tolist() == [3, 0, 6, 1] and used.dtype is torch.int32
-    assert torch.equal(flash_ext.pad_input(packed, indices, 4, 6), hidden * mask[..., None, None])
-    assert torch.equal(index_first_axis(hidden.flatten(0, 1), indices), packed)
+    for places in (indices, indices.int()):
+        assert torch.equal(flash_ext.pad_input(packed, places, 4, 6), hidden * mask[..., None, None])
+        assert torch.equal(index_first_axis(hidden.flatten(0, 1), places), packed)
 
 
 def test_unpad_input_with_unused_places(path: Path) -> None:

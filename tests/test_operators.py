@@ -23,6 +23,7 @@ from helpers.check import run
 from helpers.paths import Path
 from torch import Tensor
 from torch._dynamo import compiled_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -475,6 +476,107 @@ def test_export(path: Path, rng: torch.Generator, strict: bool, dynamic: bool) -
         inputs = make_inputs(DENSE.with_(lengths_q=(length, length)), path.device, rng)
         got = program.module()(inputs.q, inputs.k, inputs.v)
         assert_same_bits("out", got, Attention()(inputs.q, inputs.k, inputs.v))
+
+
+class Differentiated(torch.nn.Module):
+    """Both operators, for torch.export."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        out, lse = fwd(q, k, v, **tensors, **self.options)
+        return (out, lse, *bwd(out, lse, q, k, v, out, lse, **tensors, **self.options))
+
+
+class Public(Differentiated):
+    """The public function, for torch.export."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        return public(q, k, v, **tensors, **self.options)
+
+
+def _resized(case: Case, batch: int, length_q: int, length_k: int) -> Case:
+    return case.with_(lengths_q=(length_q,) * batch, lengths_k=(length_k,) * batch)
+
+
+# Packed, alibi_batch and seqused have the batch in tensors of their own.
+UNBOUNDED = {
+    "dense": DENSE.with_(slack=(0, 2, 0)),
+    "varlen": VARLEN.with_(lengths_q=(5, 5), lengths_k=(6, 6), slack=(0, 0, 0), alibi="batch"),
+}
+
+
+@pytest.mark.parametrize("module", [Public, Differentiated])
+@pytest.mark.parametrize("name", UNBOUNDED)
+@pytest.mark.parametrize("kind", ["Dim", "DYNAMIC", "AUTO"])
+def test_export_with_unbounded_batch_and_lengths(
+    path: Path, rng: torch.Generator, kind: str, name: str, module: type[Differentiated]
+) -> None:
+    """No check may bound a dimension: what is too large is refused when the program runs."""
+    case = _resized(UNBOUNDED[name], 2, 9, 13)
+    inputs = make_inputs(case, path.device, rng)
+    tensors = {key: value for key, value in inputs.keywords.items() if isinstance(value, Tensor)}
+    options = {key: value for key, value in inputs.keywords.items() if not isinstance(value, Tensor)}
+
+    dims: dict[str, Any] = {}
+
+    def dim(of: str) -> Any:
+        if kind != "Dim":
+            return getattr(torch.export.Dim, kind)
+        return dims.setdefault(of, torch.export.Dim(of))
+
+    rows_q, rows_k = ({0: dim(f"{of}_{side}")} for of, side in (("total", "q"), ("total", "k")))
+    if not case.varlen:
+        rows_q, rows_k = ({0: dim("batch"), 1: dim(f"seqlen_{side}")} for side in "qk")
+    of_tensors = {key: {0: dim("batch_and_1" if key.startswith("cu_seqlens") else "batch")} for key in tensors}
+    if case.varlen and kind == "Dim":  # the slopes have the length of cu_seqlens less one: two dimensions cannot say so
+        del tensors["alibi_slopes"], of_tensors["alibi_slopes"]
+    program = torch.export.export(
+        module(**options),
+        (inputs.q, inputs.k, inputs.v, tensors),
+        dynamic_shapes={"q": rows_q, "k": rows_k, "v": rows_k, "tensors": of_tensors},
+        strict=False,
+    )
+    ranges = [(bounds.lower, bounds.upper) for bounds in program.range_constraints.values()]
+    assert ranges and all(upper > 2**31 for _, upper in ranges), ranges
+    for batch, length_q, length_k in ((2, 9, 13), (3, 21, 8), (5, 2, 70)):
+        inputs = make_inputs(_resized(case, batch, length_q, length_k), path.device, rng)
+        given = {key: inputs.keywords[key] for key in tensors}
+        arguments = (inputs.q, inputs.k, inputs.v, given)
+        assert_all_same("out lse dq dk dv", program.module()(*arguments), module(**options)(*arguments))
+
+
+@pytest.mark.parametrize("name", UNBOUNDED)
+@pytest.mark.parametrize("through_operator", [False, True])
+def test_compile_with_a_dynamic_batch(path: Path, rng: torch.Generator, name: str, through_operator: bool) -> None:
+    """Batch and lengths marked as dynamic, forward and backward: one compilation serves all."""
+    compilations = CompileCounterWithBackend("aot_eager")
+    case = UNBOUNDED[name].with_(alibi=None)
+
+    def attention(operands: list[Tensor], tensors: dict[str, Tensor], options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        if through_operator:
+            out, lse = fwd(*operands, **tensors, **options)
+            return out, lse
+        return public(*operands, **tensors, **options)
+
+    compiled = torch.compile(attention, backend=compilations, fullgraph=True)
+    for batch, length_q, length_k in ((2, 9, 13), (3, 21, 8), (5, 2, 70)):
+        inputs = make_inputs(_resized(case, batch, length_q, length_k), path.device, rng)
+        leaves, keywords = leaves_of(inputs)
+        tensors = {key: value for key, value in keywords.items() if isinstance(value, Tensor)}
+        options = {key: value for key, value in keywords.items() if not isinstance(value, Tensor)}
+        options |= dict.fromkeys(set(options) & {"max_seqlen_q", "max_seqlen_k"}, 1000)  # no matter of compilation here
+        for leaf in leaves[:3]:
+            torch._dynamo.mark_dynamic(leaf, [0] if case.varlen else [0, 1])
+        for tensor in tensors.values():
+            torch._dynamo.mark_dynamic(tensor, 0)
+        expected = attention(leaves[:3], tensors, options)
+        got = compiled(leaves[:3], tensors, options)
+        assert_all_same("out lse", got, expected)
+        assert_all_same("dq dk dv", gradients(inputs, got, leaves), gradients(inputs, expected, leaves))
+    assert compilations.frame_count == 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ptx_emulator import build
 from ptx_emulator.harness import LaunchError, UnitKernels, emulator_options
 
 # The first test of a run may have to compile the emulator.
@@ -63,6 +64,20 @@ def test_missing_kernel(kernels: UnitKernels, tmp_path: Path) -> None:
     error = launch_error(kernels.with_ptx(tmp_path, lambda text: text.replace("vector_add", "vector_sub")))
     assert error.code == INVALID_DEVICE_FUNCTION
     assert "vector_add" in str(error)
+
+
+def test_a_copied_folder_has_its_own_ptx(kernels: UnitKernels, tmp_path: Path) -> None:
+    """The index names PTX from where it lies itself, so that a checkout may be moved or copied."""
+    copied = tmp_path / "copied"
+    shutil.copytree(kernels.file.parent, copied)
+    library = copied / kernels.file.name
+    assert str(kernels.file.parent) not in library.with_suffix(".ptx_index").read_text(encoding="utf-8")
+    (ptx,) = set(build.read_index(library).values())
+    assert ptx.parent.resolve() == copied.resolve()
+    text = ptx.read_text(encoding="utf-8")
+    place = text.index("add.f32", text.index(".entry vector_add"))
+    ptx.write_text(text[:place] + "frobnicate.f32" + text[place + len("add.f32") :], encoding="utf-8")
+    assert "unknown opcode: opcode 'frobnicate.f32'" in str(launch_error(UnitKernels(library_file=library)))
 
 
 @pytest.mark.parametrize(

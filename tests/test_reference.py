@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -639,6 +640,27 @@ def test_dropout_mask_is_the_documented_function(rng: torch.Generator) -> None:
         assert mask.shape == (2, 3, 3, 75) and mask.dtype == torch.bool
         for index in itertools.product(*map(range, mask.shape)):
             assert bool(mask[index]) == (_naive_number(state.tolist(), *index) >= threshold)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "says"),
+    [
+        *(({"dropout_p": p}, ValueError, f"dropout_p is {p}; expected a number in [0, 1)") for p in (1.5, 1.0, -0.1)),
+        ({"dropout_p": math.nan}, ValueError, "dropout_p is nan"),
+        ({"dropout_p": "half"}, TypeError, "dropout_p is 'half' (str)"),
+        ({"rng_state": None}, TypeError, "rng_state is NoneType (None); expected a torch.Tensor"),
+        ({"rng_state": torch.zeros(2)}, TypeError, "rng_state has dtype torch.float32; expected torch.int64"),
+        ({"rng_state": torch.zeros(3, dtype=torch.int64)}, ValueError, "rng_state has shape (3,); expected shape (2)"),
+        ({"heads": -1}, ValueError, "heads is -1; expected an integer of at least 0"),
+        ({"seqlen_k": 3.0}, TypeError, "seqlen_k is 3.0 (float); expected an integer"),
+    ],
+)
+def test_dropout_mask_refuses(changes: dict[str, Any], error: type[Exception], says: str) -> None:
+    good = {"rng_state": torch.zeros(2, dtype=torch.int64), "dropout_p": 0.5}
+    good |= dict.fromkeys(("batch", "heads", "seqlen_q", "seqlen_k"), 2)
+    assert reference.dropout_mask(**good).shape == (2, 2, 2, 2)  # type: ignore[arg-type]
+    with pytest.raises(error, match=re.escape(f"flash_ext: {says}")):
+        reference.dropout_mask(**{**good, **changes})
 
 
 def test_blocks_of_the_mask_are_cut_from_the_whole(rng: torch.Generator) -> None:

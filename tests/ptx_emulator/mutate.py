@@ -4,7 +4,8 @@
 execute all of its barriers, waits, commits and fences; then, for each of them, the same cases without it. Noticed
 means: the happens-before checker reports a hazard, the launch deadlocks or breaks another rule, or a result changes.
 What nobody notices must be listed in ``redundant_synchronization.toml`` with the reason; the run fails on an unlisted
-one, on a listed one that is noticed after all, and on an instruction that no case executes.
+one, on a listed one that is noticed after all, and on an instruction that no case executes. Kernels whose PTX differs
+in the names of the types alone (fp16, bf16) are one kernel here: the cases run on each, the mutations on the first.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import argparse
 import ctypes
 import fnmatch
 import os
+import re
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +47,7 @@ class Instruction:
     number : int
         Its place among the kernel's synchronisation instructions.
     executed : bool
-        Whether some case has executed it.
+        Whether a launch has executed it since the instructions were last asked for.
     line : int
         Line of the PTX file.
     source : str
@@ -89,6 +92,7 @@ class Report:
     symbol: str
     outcomes: list[Outcome] = field(default_factory=list)
     not_executed: list[Instruction] = field(default_factory=list)
+    twin: str = ""  # the kernel with the same text whose outcomes these are
 
     @property
     def unnoticed(self) -> list[Instruction]:
@@ -103,7 +107,8 @@ class EmulatedLibrary:
         self._library = ctypes.CDLL(str(path))
         lines = path.with_suffix(".ptx_index").read_text(encoding="utf-8").splitlines()
         # Mangled name to the unit whose PTX has it: the kernel's own name, or that of the helpers.
-        self.units = {symbol: Path(file).stem for symbol, file in (line.split("\t") for line in lines)}
+        self._files = {symbol: Path(file) for symbol, file in (line.split("\t") for line in lines)}
+        self.units = {symbol: file.stem for symbol, file in self._files.items()}
         for function in ("launched", "synchronization"):
             getattr(self._library, f"flash_ext_emulator_{function}").restype = ctypes.c_uint64
 
@@ -115,6 +120,12 @@ class EmulatedLibrary:
             if needed <= size:
                 return buffer.value.decode() if needed else None
             size = int(needed)
+
+    def typeless_text(self, symbol: str) -> str:
+        """The PTX of a kernel that is alone in its file, without what names its type."""
+        text = self._files[symbol].read_text(encoding="utf-8")
+        text = re.sub(r"^//.*\n", "", text[text.index(".entry") :], flags=re.MULTILINE)
+        return re.sub(r"bf16", "f16", text.replace(symbol, ""))
 
     def launched(self) -> list[str]:
         """Mangled names of the kernels launched since the last call."""
@@ -169,6 +180,7 @@ def _calls(kernel: dict[str, Any]) -> list[dict[str, Any]]:
             {**many, "keys": 2 * kernel["block_n"], "window_size": (0, 0)},
             {**many, "keys": kernel["block_m"] + kernel["block_n"] + 12, "window_size": (40, 50)},
             {**many, "rows": 2 * kernel["block_m"], "keys": 2 * kernel["block_m"] - 70, "causal": True},
+            {**many, "rows": 2 * kernel["block_m"], "keys": 2 * kernel["block_n"] - 6, "causal": True},
             {"rows": rows, "keys": keys, "sequences": 3},
         ]
     if "softcap" in kernel["features"]:
@@ -177,8 +189,9 @@ def _calls(kernel: dict[str, Any]) -> list[dict[str, Any]]:
     return calls
 
 
-def _run(kernel: dict[str, Any], call: dict[str, Any]) -> list[Tensor]:
-    """The results of one call: out and lse, or the gradients. The tile is forced in the kernel's own direction."""
+def _prepare(kernel: dict[str, Any], call: dict[str, Any]) -> Callable[[], list[Tensor]]:
+    """One call on inputs of its own; each run gives the results: out and lse, or the gradients. The tile is forced in
+    the kernel's own direction."""
     import torch
 
     import flash_ext
@@ -195,31 +208,60 @@ def _run(kernel: dict[str, Any], call: dict[str, Any]) -> list[Tensor]:
 
     q = random(rows, heads, kernel["head_dim"])
     k, v = random(keys, 1, kernel["head_dim"]), random(keys, 1, kernel["head_dim_v"])
+
     if kernel["direction"] == "forward":
-        with _environment(FLASH_EXT_TILE=tile):
-            if not sequences:
-                return list(flash_ext.flash_attn_func(q, k, v, return_lse=True, **options))
-            # Of lengths 0, 1/2 and the rest; behind the last there are more rows.
-            starts = [
-                torch.tensor([0, 0, length // 2, length - 3][: sequences + 1], dtype=torch.int32)
-                for length in (rows, keys)
-            ]
-            return list(
-                flash_ext.flash_attn_varlen_func(
-                    q[0], k[0], v[0], starts[0], starts[1], rows, keys, return_lse=True, **options
+        # Of lengths 0, 1/2 and the rest; behind the last there are more rows.
+        starts = [
+            torch.tensor([0, 0, length // 2, length - 3][: sequences + 1], dtype=torch.int32) for length in (rows, keys)
+        ]
+
+        def run_forward() -> list[Tensor]:
+            with _environment(FLASH_EXT_TILE=tile):
+                if not sequences:
+                    return list(flash_ext.flash_attn_func(q, k, v, return_lse=True, **options))
+                return list(
+                    flash_ext.flash_attn_varlen_func(
+                        q[0], k[0], v[0], starts[0], starts[1], rows, keys, return_lse=True, **options
+                    )
                 )
-            )
-    leaves = [q, k, v]
+
+        return run_forward
+
+    options["window_left"], options["window_right"] = options.pop("window_size", (-1, -1))
     if has_sinks:
-        options["learnable_sink"] = torch.tensor([0.5, -0.5])
-        leaves.append(options["learnable_sink"])
-    for tensor in leaves:
-        tensor.requires_grad_()
-    out = flash_ext.flash_attn_func(q, k, v, **options)
+        options["sinks"] = torch.tensor([0.5, -0.5])
+    out, lse = torch.ops.flash_ext.fwd(q, k, v, **options)
+    dout = random(rows, heads, kernel["head_dim_v"])
     fixed_order = str(int(options.get("deterministic", False)))
-    with _environment(FLASH_EXT_TILE=tile, FLASH_EXT_EMULATOR_DETERMINISTIC=fixed_order):
-        out.backward(random(rows, heads, kernel["head_dim_v"]))
-    return [tensor.grad for tensor in leaves if tensor.grad is not None]
+
+    def run_backward() -> list[Tensor]:
+        with _environment(FLASH_EXT_TILE=tile, FLASH_EXT_EMULATOR_DETERMINISTIC=fixed_order):
+            return list(torch.ops.flash_ext.bwd(dout, None, q, k, v, out, lse, **options))
+
+    return run_backward
+
+
+@dataclass
+class Case:
+    """A call that reaches a kernel.
+
+    Attributes
+    ----------
+    run : callable
+        Makes the call.
+    expected : list of Tensor
+        What it gives on the unchanged kernel.
+    executed : dict
+        Mangled name of a kernel to the numbers of the synchronisation instructions that the call executes under the
+        first of SCHEDULES.
+    seconds : float
+        How long it takes.
+    """
+
+    run: Callable[[], list[Tensor]]
+    expected: list[Tensor]
+    executed: dict[str, set[int]]
+    seconds: float
 
 
 def _same(actual: Tensor, expected: Tensor) -> bool:
@@ -236,17 +278,19 @@ def _same(actual: Tensor, expected: Tensor) -> bool:
 SCHEDULES = ("lazy", "eager", "pct 1", "pct 2", "pct 3", "random 1", "random 2")
 
 
-def _reason(kernel: dict[str, Any], calls: Sequence[dict[str, Any]], expected: Sequence[list[Tensor]]) -> str:
+def _reason(cases: Sequence[Case], symbol: str, number: int) -> str:
     """Why a changed kernel is noticed, or an empty string."""
     for schedule in SCHEDULES:
         name, _, seed = schedule.partition(" ")
         with _environment(FLASH_EXT_EMULATOR_SCHEDULE=name, FLASH_EXT_EMULATOR_SEED=seed or "0"):
-            for call, results in zip(calls, expected, strict=True):
+            for case in cases:
+                if schedule == SCHEDULES[0] and number not in case.executed.get(symbol, ()):
+                    continue  # runs as it did before
                 try:
-                    actual = _run(kernel, call)
+                    actual = case.run()
                 except RuntimeError as error:
                     return _kind(str(error))
-                if not all(_same(a, b) for a, b in zip(actual, results, strict=True)):
+                if not all(_same(a, b) for a, b in zip(actual, case.expected, strict=True)):
                     return "wrong result"
     return ""
 
@@ -258,7 +302,9 @@ def _kind(error: str) -> str:
     return error.split("PTX emulator: ")[-1].split("\n", 1)[0][:100]
 
 
-def mutate(library: EmulatedLibrary, kernel: dict[str, Any], helpers: bool = False) -> list[Report]:
+def mutate(
+    library: EmulatedLibrary, kernel: dict[str, Any], helpers: bool = False, done: dict[str, Report] | None = None
+) -> list[Report]:
     """Run the mutations of one row of the registry.
 
     Parameters
@@ -269,40 +315,61 @@ def mutate(library: EmulatedLibrary, kernel: dict[str, Any], helpers: bool = Fal
         A row of ``flash_ext.kernels()``.
     helpers : bool
         Also mutate the kernels that its calls launch beside it.
+    done : dict, optional
+        Reports of earlier calls by the kernel's text and calls, to which this one's are added: their outcomes are taken
+        for kernels that differ in their type alone.
 
     Returns
     -------
     list of Report
         One per kernel that was launched and has synchronisation instructions; none if no call reaches the row.
     """
-    library.launched()
-    calls, expected, symbols = [], [], []
+    done = {} if done is None else done
+    cases: list[Case] = []
+    instructions: dict[str, list[Instruction]] = {}
     for call in _calls(kernel):
         try:
-            results = _run(kernel, call)
+            run = _prepare(kernel, call)
+            library.launched()
+            start = time.perf_counter()
+            expected = run()
         except NotImplementedError:  # the row is for masked calls alone, or for others
             continue
+        case = Case(run, expected, {}, time.perf_counter() - start)
         launched = library.launched()
-        if kernel["name"] in (library.units[symbol] for symbol in launched):
-            calls.append(call)
-            expected.append(results)
-            symbols += launched
-    reports = []
-    for symbol in dict.fromkeys(symbols):
-        unit = library.units[symbol]
-        if unit != kernel["name"] and not (helpers and unit.endswith("_helpers")):
+        if kernel["name"] not in (library.units[symbol] for symbol in launched):
             continue
-        instructions = library.synchronization(symbol)
-        report = Report(unit, symbol, not_executed=[each for each in instructions if not each.executed])
-        for instruction in instructions:
-            if not instruction.executed:
+        for symbol in launched:
+            unit = library.units[symbol]
+            if unit == kernel["name"] or (helpers and unit.endswith("_helpers")):
+                instructions[symbol] = library.synchronization(symbol)
+                case.executed[symbol] = {each.number for each in instructions[symbol] if each.executed}
+        cases.append(case)
+    cases.sort(key=lambda case: case.seconds)
+    reports = []
+    for symbol in instructions:
+        unit = library.units[symbol]
+        executed = set[int]().union(*(case.executed.get(symbol, set()) for case in cases))
+        report = Report(unit, symbol)
+        report.not_executed = [each for each in instructions[symbol] if each.number not in executed]
+        text = f"{_calls(kernel)}\n{library.typeless_text(symbol)}" if unit == kernel["name"] else ""
+        twin = done.setdefault(text, report) if text else report
+        if twin is not report:
+            report.twin = twin.kernel
+            report.outcomes = [
+                Outcome(instructions[symbol][outcome.instruction.number], outcome.reason) for outcome in twin.outcomes
+            ]
+            reports.append(report)
+            continue
+        for instruction in instructions[symbol]:
+            if instruction.number not in executed:
                 continue
             with _environment(
                 FLASH_EXT_EMULATOR_REMOVE=str(instruction.number),
                 FLASH_EXT_EMULATOR_REMOVE_KERNEL=symbol,
                 FLASH_EXT_EMULATOR_QUIET="1",
             ):
-                report.outcomes.append(Outcome(instruction, _reason(kernel, calls, expected)))
+                report.outcomes.append(Outcome(instruction, _reason(cases, symbol, instruction.number)))
         reports.append(report)
     return reports
 
@@ -345,24 +412,27 @@ def main() -> int:
     os.environ.update(
         FLASH_EXT_LIBRARY_DIR=str(folder),
         FLASH_EXT_EMULATE=arguments.path,
-        FLASH_EXT_EMULATOR_SCHEDULE="lazy",
+        FLASH_EXT_EMULATOR_SCHEDULE=SCHEDULES[0],
+        FLASH_EXT_EMULATOR_STALL_LIMIT="2000000",  # of these small cases none is that long without any effect
     )
     import flash_ext
 
     library = EmulatedLibrary(folder / f"libflash_ext_{arguments.path}.so")
     failures: list[str] = []
     helpers = True  # once
+    done: dict[str, Report] = {}
     for kernel in flash_ext.kernels():
         if kernel["path"] != arguments.path or (arguments.kernel and kernel["name"] not in arguments.kernel):
             continue
-        reports = mutate(library, kernel, helpers and kernel["direction"] == "backward")
+        reports = mutate(library, kernel, helpers and kernel["direction"] == "backward", done)
         helpers = helpers and kernel["direction"] != "backward"
         if not reports:
             failures.append(f"{kernel['name']}: no call reaches it")
         for report in reports:
             noticed = sum(bool(outcome.reason) for outcome in report.outcomes)
-            print(f"{report.kernel}: {noticed} of {len(report.outcomes)} removals noticed", flush=True)
-            for outcome in report.outcomes:
+            twin = f" (as of {report.twin}, which differs in its type alone)" if report.twin else ""
+            print(f"{report.kernel}: {noticed} of {len(report.outcomes)} removals noticed{twin}", flush=True)
+            for outcome in report.outcomes if not twin else []:
                 print(f"    {outcome.reason or 'NOT NOTICED':14} {outcome.instruction}", flush=True)
             failures += problems(report)
     for line in failures:

@@ -52,8 +52,21 @@ const std::string& KernelLibrary::default_capability() {
 const Program& KernelLibrary::program(const std::string& kernel, const Options& options) {
     load_index();
     const bool removes = options.remove >= 0 && (options.remove_kernel.empty() || options.remove_kernel == kernel);
-    std::unique_ptr<Program>& program = programs_[{kernel, removes ? options.remove : -1}];
-    if (program) return *program;
+    Loaded& loaded = programs_[kernel];
+    if (!loaded.program) loaded.program = load(kernel);
+    // Decoding a kernel takes as long as a small launch: mutations share the program.
+    if (loaded.removed >= 0 && (!removes || options.remove != loaded.removed)) {
+        restore_instruction(*loaded.program, static_cast<size_t>(loaded.removed), loaded.handler);
+        loaded.removed = -1;
+    }
+    if (removes && loaded.removed < 0) {
+        loaded.handler = remove_instruction(*loaded.program, static_cast<size_t>(options.remove));
+        loaded.removed = options.remove;
+    }
+    return *loaded.program;
+}
+
+std::unique_ptr<Program> KernelLibrary::load(const std::string& kernel) {
     const auto path = paths_.find(kernel);
     if (path == paths_.end()) {
         raise(Fault::kMissingKernel, "no PTX for kernel %s in %s", kernel.c_str(), index_path_.c_str());
@@ -76,10 +89,7 @@ const Program& KernelLibrary::program(const std::string& kernel, const Options& 
     if (entry == module.syntax->kernels.end()) {
         raise(Fault::kMissingKernel, "kernel %s is not in %s", kernel.c_str(), path->second.c_str());
     }
-    auto decoded = std::make_unique<Program>(*module.syntax, entry->second, *module.globals, path->second);
-    if (removes) remove_instruction(*decoded, static_cast<size_t>(options.remove));
-    program = std::move(decoded);
-    return *program;
+    return std::make_unique<Program>(*module.syntax, entry->second, *module.globals, path->second);
 }
 
 }  // namespace ptx_emulator

@@ -19,7 +19,7 @@ class KernelLibrary {
     // The library this code is linked into.
     static KernelLibrary& instance();
 
-    // A decoded kernel, with the removal that options ask for. Throws kMissingKernel or kInvalidPtx.
+    // A decoded kernel, with the removal that options ask for, until the next call. Throws kMissingKernel or kInvalidPtx.
     const Program& program(const std::string& kernel, const Options& options);
     const std::string& default_capability();
 
@@ -28,14 +28,20 @@ class KernelLibrary {
         std::unique_ptr<ModuleSyntax> syntax;
         std::unique_ptr<ModuleGlobals> globals;
     };
+    struct Loaded {
+        std::unique_ptr<Program> program;
+        int64_t removed = -1;  // the synchronisation instruction that is missing now, and its handler
+        Handler handler = nullptr;
+    };
     void load_index();
+    std::unique_ptr<Program> load(const std::string& kernel);
 
     bool loaded_ = false;
     std::string index_path_;
     std::string capability_ = "9.0";
     std::map<std::string, std::string> paths_;  // kernel -> PTX file
     std::map<std::string, Module> modules_;     // PTX file -> module
-    std::map<std::pair<std::string, int64_t>, std::unique_ptr<Program>> programs_;
+    std::map<std::string, Loaded> programs_;
 };
 
 }  // namespace ptx_emulator

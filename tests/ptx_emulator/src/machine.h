@@ -73,6 +73,7 @@ class Machine {
     // Runs one warp for a while; true: it made progress or used up its budget.
     bool run_warp(Warp& warp, uint32_t budget);
     void check_stall();
+    bool has_seen_enough() const;
     std::vector<Warp*> resident_warps() const;
 
     std::vector<uint8_t> parameter_storage_;

@@ -1,5 +1,7 @@
 #include "mutation.h"
 
+#include <utility>
+
 #include "errors.h"
 #include "warp.h"
 
@@ -22,14 +24,18 @@ static Step skip_with_success(Warp& warp, const Instruction& i, LaneMask mask) {
     return Step::kNext;
 }
 
-void remove_instruction(Program& program, size_t n) {
+Handler remove_instruction(Program& program, size_t n) {
     const std::vector<size_t> all = synchronization_instructions(program);
     if (n >= all.size()) {
         raise(Fault::kInvalidConfiguration, "kernel %s has %zu synchronisation instructions, there is no number %zu",
               program.name.c_str(), all.size(), n);
     }
     const bool stores = program.info[all[n]].roles & kRoleStoresResult;
-    program.code[all[n]].handler = stores ? skip_with_success : skip;
+    return std::exchange(program.code[all[n]].handler, stores ? skip_with_success : skip);
+}
+
+void restore_instruction(Program& program, size_t n, Handler handler) {
+    program.code[synchronization_instructions(program)[n]].handler = handler;
 }
 
 }  // namespace ptx_emulator

@@ -1,4 +1,5 @@
 // What tests and the mutation runner ask of an emulated library, through ctypes: beside the C ABI, with its prefix.
+#include <algorithm>
 #include <cstring>
 
 #include "kernel_library.h"
@@ -59,8 +60,8 @@ EXPORTED uint64_t flash_ext_emulator_launched(char* out, uint64_t size) {
     return needed;
 }
 
-// The synchronisation instructions of a kernel, one a line: number, executed so far (0 or 1), PTX line, source
-// "file:line" or nothing, text; separated by tabs. 0: the kernel does not load (the error is on stderr).
+// The synchronisation instructions of a kernel, one a line: number, executed since the last such call (0 or 1), PTX
+// line, source "file:line" or nothing, text; separated by tabs. 0: the kernel does not load (the error is on stderr).
 EXPORTED uint64_t flash_ext_emulator_synchronization(const char* kernel, char* out, uint64_t size) {
     const std::lock_guard<std::mutex> lock(launch_mutex());
     uint64_t needed = 0;
@@ -77,6 +78,7 @@ EXPORTED uint64_t flash_ext_emulator_synchronization(const char* kernel, char* o
                            info.text.c_str());
         }
         needed = hand_out(text, out, size);
+        if (needed <= size) std::fill(program.executed.begin(), program.executed.end(), uint8_t{0});
     });
     return needed;
 }

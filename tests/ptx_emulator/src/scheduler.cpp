@@ -49,12 +49,17 @@ void Machine::check_stall() {
     }
 }
 
+// Without one of its instructions a kernel is run to see whether anything notices; the first finding says so.
+bool Machine::has_seen_enough() const {
+    return options.remove >= 0 && !checker.reports().empty();
+}
+
 void Machine::run_in_turn() {
     const bool is_random = options.schedule == Schedule::kRandom;
     // Rounds in a row in which warps ran without any effect: they spin, perhaps on what an asynchronous operation will
     // bring about.
     int idle_rounds = 0;
-    while (!clusters.empty()) {
+    while (!clusters.empty() && !has_seen_enough()) {
         const uint64_t before = progress;
         const std::vector<Warp*> warps = resident_warps();
         bool moved = false;
@@ -101,7 +106,7 @@ void Machine::run_by_priority() {
     };
     size_t known_clusters = 0;
     std::vector<Warp*> warps;
-    while (!clusters.empty()) {
+    while (!clusters.empty() && !has_seen_enough()) {
         if (statistics.ctas != known_clusters) {
             known_clusters = statistics.ctas;
             warps = resident_warps();

@@ -1,4 +1,4 @@
-// The producer warps of the sm90 backward: K, V, then Q, dO and the terms of their rows; and dQ on its way out.
+// The loader of the sm90 backward: K, V, then Q, dO and the terms of their rows; and whose turn it is to add to dQ.
 #pragma once
 
 #include <stdint.h>
@@ -8,6 +8,7 @@
 
 #include "ptx/cp_async_bulk.cuh"
 #include "ptx/memory.cuh"
+#include "ptx/special_registers.cuh"
 #include "sm90/backward_shape.cuh"
 #include "sm90/backward_work.cuh"
 #include "sm90/tensor_map.cuh"
@@ -17,11 +18,13 @@ namespace flash_ext::sm90 {
 
 template <class Shape>
 struct BackwardProducer : Shape {
-    using Shape::kBlockM, Shape::kBlockN, Shape::kStages, Shape::kWarpgroups;
-    using Shape::kDqPartBytes;
+    using Shape::kBlockM, Shape::kBlockN, Shape::kStages, Shape::kDoutStages, Shape::kTurns;
     using Shape::kPanels, Shape::kPanelsV, Shape::kQBytes, Shape::kDoutBytes, Shape::kTermsBytes;
-    using Shape::kVOffset, Shape::kQOffset, Shape::kDoutOffset, Shape::kTermsOffset, Shape::kDqOffset;
+    using Shape::kVOffset, Shape::kQOffset, Shape::kDoutOffset, Shape::kTermsOffset;
     using typename Shape::Control;
+
+    // Not kept in a register: the producer has few.
+    __device__ __forceinline__ static int lane() { return ptx::tid_x() % 32; }
 
     // One thread: starts the copies of kTileRows rows into shared memory.
     template <int kTileRows, int kTilePanels>
@@ -45,12 +48,12 @@ struct BackwardProducer : Shape {
 
     // One warp: zeros to the rows of a tile from `rows` on.
     template <int kTileRows, int kTilePanels>
-    __device__ __forceinline__ static void clear_tail(unsigned char* tile_smem, int rows, int lane) {
+    __device__ __forceinline__ static void clear_tail(unsigned char* tile_smem, int rows) {
 #pragma unroll 1
         for (int panel = 0; panel < kTilePanels; ++panel) {
             unsigned char* panel_smem = tile_smem + panel * kTileRows * kPanelRowBytes;
 #pragma unroll 1
-            for (int i = rows * kPanelRowBytes + lane * 16; i < kTileRows * kPanelRowBytes; i += 32 * 16) {
+            for (int i = rows * kPanelRowBytes + lane() * 16; i < kTileRows * kPanelRowBytes; i += 32 * 16) {
                 *reinterpret_cast<uint4*>(panel_smem + i) = uint4{};
             }
         }
@@ -60,42 +63,41 @@ struct BackwardProducer : Shape {
     template <int kTileRows, int kTilePanels>
     __device__ __forceinline__ static void load_clean(const TensorMap& tensor, uint64_t* full, Control& control,
                                                       uint32_t& landed_phase, unsigned char* tile_smem, int row,
-                                                      int head, int batch, int rows, bool tail_is_garbage, int lane) {
+                                                      int head, int batch, int rows, bool tail_is_garbage) {
         const bool has_garbage = tail_is_garbage && rows < kTileRows;
         uint64_t* const barrier = has_garbage ? &control.landed : full;
-        if (lane == 0) {
+        if (lane() == 0) {
             TransactionBarrier::arrive_and_expect_tx(barrier, kTilePanels * kTileRows * kPanelRowBytes);
             load<kTileRows, kTilePanels>(tensor, barrier, tile_smem, row, head, batch);
         }
         if (has_garbage) {
             Barrier::wait(&control.landed, landed_phase);
             landed_phase ^= 1;
-            clear_tail<kTileRows, kTilePanels>(tile_smem, rows, lane);
+            clear_tail<kTileRows, kTilePanels>(tile_smem, rows);
             cutlass::arch::fence_view_async_shared();  // wgmma reads through the async proxy
             __syncwarp();
-            if (lane == 0) Barrier::arrive(full);
+            if (lane() == 0) Barrier::arrive(full);
         }
     }
 
     // One warp.
     __device__ __forceinline__ static void load_all(const BackwardArguments& arguments, unsigned char* smem,
-                                                    Control& control, int lane) {
-        const ForwardParams& attention = arguments.params.attention;
+                                                    Control& control) {
         const volatile BackwardWork& work = control.work;
         uint32_t landed_phase = 0;
-        QueryWalk walk(attention, work);
+        QueryWalk walk(arguments, work);
         if (walk.left <= 0) return;
         load_clean<kBlockN, kPanels>(arguments.k, &control.k_full, control, landed_phase, smem,
                                      work.keys_start + work.begin, work.head_k, work.batch, work.rows_used,
-                                     arguments.key_tail_is_garbage, lane);
-        uint32_t number = 0;  // of the step
+                                     arguments.key_tail_is_garbage);
 #pragma unroll 1
-        for (; walk.left > 0; walk.advance()) {
+        for (; walk.left > 0; walk.advance(work)) {
+            const uint32_t number = work.steps - walk.left;  // of the step
             const int first = walk.block * kBlockM, rows = work.queries_used - first;
             const int row = work.queries_start + first;
             const uint32_t stage = number % kStages, phase = number / kStages & 1;
             Barrier::wait(&control.q_empty[stage], phase ^ 1);
-            if (lane == 0) {
+            if (lane() == 0) {
                 TransactionBarrier::expect_transaction(&control.q_full[stage], kTermsBytes);
                 cute::SM90_BULK_COPY_G2S::copy(
                     arguments.scratch.row_terms + scratch_tile(arguments, work, walk.head, walk.block) * kBlockM,
@@ -103,56 +105,35 @@ struct BackwardProducer : Shape {
             }
             load_clean<kBlockM, kPanels>(arguments.q, &control.q_full[stage], control, landed_phase,
                                          smem + kQOffset + stage * kQBytes, row, walk.head, work.batch, rows,
-                                         arguments.query_tail_is_garbage, lane);
+                                         arguments.query_tail_is_garbage);
             if (number == 0) {
                 load_clean<kBlockN, kPanelsV>(arguments.v, &control.v_full, control, landed_phase, smem + kVOffset,
                                               work.keys_start + work.begin, work.head_k, work.batch, work.rows_used,
-                                              arguments.key_tail_is_garbage, lane);
+                                              arguments.key_tail_is_garbage);
             }
-            Barrier::wait(&control.dout_empty[stage], phase ^ 1);
-            load_clean<kBlockM, kPanelsV>(arguments.dout, &control.dout_full[stage], control, landed_phase,
-                                          smem + kDoutOffset + stage * kDoutBytes, row, walk.head, work.batch, rows,
-                                          arguments.query_tail_is_garbage, lane);
-            ++number;
+            const uint32_t dout_stage = number % kDoutStages, dout_phase = number / kDoutStages & 1;
+            Barrier::wait(&control.dout_empty[dout_stage], dout_phase ^ 1);
+            load_clean<kBlockM, kPanelsV>(arguments.dout, &control.dout_full[dout_stage], control, landed_phase,
+                                          smem + kDoutOffset + dout_stage * kDoutBytes, row, walk.head, work.batch,
+                                          rows, arguments.query_tail_is_garbage);
         }
     }
 
-    // One thread: adds a warpgroup's part of every dQ to the scratch.
-    __device__ __forceinline__ static void reduce_dq(const BackwardArguments& arguments, unsigned char* smem,
-                                                     Control& control, int warpgroup) {
-        const volatile BackwardWork& work = control.work;
-        const bool deterministic = arguments.scratch.turns != nullptr;
-        const uint32_t part_smem = cute::cast_smem_ptr_to_uint(smem) + kDqOffset + warpgroup * kDqPartBytes;
-        uint32_t phase = 0;
-#pragma unroll 1
-        for (QueryWalk walk(arguments.params.attention, work); walk.left > 0; walk.advance()) {
-            const int64_t tile = scratch_tile(arguments, work, walk.head, walk.block);
-            Barrier::wait(&control.dq_full[warpgroup], phase);
-            phase ^= 1;
-            if (deterministic) wait_turn(arguments, work, tile, walk.block);
-            float* part = arguments.scratch.dq + (tile * kWarpgroups + warpgroup) * (kDqPartBytes / 4);
-            ptx::cp_reduce_async_bulk_add_f32(part, part_smem, kDqPartBytes);
-            cute::tma_store_arrive();
-            if (deterministic) {
-                ptx::cp_async_bulk_wait_group<0>();  // the additions are made, not only their source read
-                ptx::red_release_gpu_add(arguments.scratch.turns + tile, 1);
-            } else {
-                cute::tma_store_wait<0>();
-            }
-            Barrier::arrive(&control.dq_empty[warpgroup]);
-        }
-        ptx::cp_async_bulk_wait_group<0>();
-    }
-
-  private:
-    // Until the key blocks before this one have added to the query tile, each with all its warpgroups.
+    // Until the key blocks before this one have made all their additions to the query tile.
     __device__ __forceinline__ static void wait_turn(const BackwardArguments& arguments,
                                                      const volatile BackwardWork& work, int64_t tile, int block) {
         const Mask mask{arguments.bounds, work.keys_used - work.queries_used, work.keys_used};
         const int begin = block * kBlockM, end = min(begin + kBlockM, static_cast<int>(work.queries_used));
-        const int mine = (work.begin / kBlockN - key_blocks(mask, begin, end, kBlockN).begin) * kWarpgroups;
+        const int mine = (work.begin / kBlockN - key_blocks(mask, begin, end, kBlockN).begin) * kTurns;
         while (ptx::ld_acquire_gpu(arguments.scratch.turns + tile) < mine) {
         }
+    }
+
+    // Hands on the turn of a query tile once this thread's bulk reductions have been made, not only their source read.
+    // Called when the next tile is there, by when they have been.
+    __device__ __forceinline__ static void end_turn(const BackwardArguments& arguments, int64_t tile) {
+        ptx::cp_async_bulk_wait_group<0>();
+        ptx::red_release_gpu_add(arguments.scratch.turns + tile, 1);
     }
 };
 

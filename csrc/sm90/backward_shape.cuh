@@ -12,16 +12,20 @@ namespace flash_ext::sm90 {
 
 // The tile's keys in csrc/kernels.toml.
 struct BackwardTile {
-    int block_m;       // query rows
-    int block_n;       // key rows, 64 per consumer warpgroup
-    int stages;        // buffers of Q and of dO
-    int warps;         // per CTA: 4 producer warps, 4 per consumer warpgroup
-    int early_dv = 1;  // 1: the product of dV runs under the making of dS, for which P has to be packed before
+    int block_m;          // query rows
+    int block_n;          // key rows
+    int stages;           // buffers of Q and, without dout_stages, of dO
+    int warps;            // per CTA: 4 producer warps, 4 per consumer warpgroup
+    int early_dv = 1;     // 1: the product of dV runs under the making of dS, for which P has to be packed before
+    int roles = 0;        // 1: a warpgroup each for dV, dK and dQ (backward_roles.cuh), else 64 keys each
+    int dout_stages = 0;  // roles: buffers of dO
+    int dq_slice = 0;     // roles: columns of dQ that are computed at once
+    int dq_buffers = 0;   // roles: of 64 columns of dQ on their way to the scratch; 0: from registers
 };
 
-// What follows from the template parameters, for producers, consumers and launcher alike.
+// What both designs have.
 template <DataType kType, int kHeadDim_, int kHeadDimV_, BackwardTile kTile, bool kRich>
-struct BackwardShape {
+struct BackwardTiles {
     static constexpr DataType kDataType = kType;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kHeadDimV = kHeadDimV_;
@@ -29,19 +33,17 @@ struct BackwardShape {
     static constexpr int kBlockM = kTile.block_m;
     static constexpr int kBlockN = kTile.block_n;
     static constexpr int kStages = kTile.stages;
-    static constexpr bool kEarlyDv = kTile.early_dv;
-    static constexpr int kRows = 64;  // keys of a warpgroup
+    static constexpr int kDoutStages = kTile.dout_stages > 0 ? kTile.dout_stages : kStages;
+    static constexpr int kRows = 64;  // of a warpgroup's product
     static constexpr int kWarpgroups = kTile.warps / 4 - 1;
+    static constexpr int kConsumerWarps = 4 * kWarpgroups;
     static constexpr int kThreads = kTile.warps * 32;
-    static_assert(kTile.warps % 4 == 0 && kBlockN == kRows * kWarpgroups && kWarpgroups <= 3);
+    static constexpr int kDsBuffers = 2;
+    static_assert(kTile.warps % 4 == 0 && kWarpgroups <= 3);
     static_assert(kBlockM % 64 == 0 && kHeadDim % 32 == 0 && kHeadDimV % 32 == 0);
-
-    // dQ of a block is shared out among the warpgroups: by rows where there are 64 for each, else by columns.
-    static constexpr bool kDqByRows = kBlockM == kRows * kWarpgroups;
-    static constexpr int kDqColumns = kDqByRows ? kHeadDim : kHeadDim / kWarpgroups;
-    static_assert(kDqByRows ||
-                  (kBlockM == kRows && (kDqColumns % kPanelColumns == 0 || kPanelColumns % kDqColumns == 0)));
-    static constexpr int kDqPartBytes = kRows * kDqColumns * 4;  // of one warpgroup
+    // Buffers are found by a counter's low bits.
+    static_assert((kStages & (kStages - 1)) == 0 && (kDoutStages & (kDoutStages - 1)) == 0);
+    static_assert((kDsBuffers & (kDsBuffers - 1)) == 0);
 
     static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;
     static constexpr int kPanelsV = (kHeadDimV + kPanelColumns - 1) / kPanelColumns;
@@ -51,12 +53,50 @@ struct BackwardShape {
     static constexpr int kDoutBytes = kPanelsV * kBlockM * kPanelRowBytes;
     static constexpr int kTermsBytes = kBlockM * 8;  // lse of a query block's rows, then delta
     static constexpr int kDsBytes = kBlockM / kPanelColumns * kBlockN * kPanelRowBytes;
-    static constexpr int kDsBuffers = 2;
     static constexpr int kVOffset = kKBytes;
     static constexpr int kQOffset = kVOffset + kVBytes;
     static constexpr int kDoutOffset = kQOffset + kStages * kQBytes;
-    static constexpr int kDsOffset = kDoutOffset + kStages * kDoutBytes;
-    static constexpr int kDqOffset = kDsOffset + kDsBuffers * kDsBytes;
+    static constexpr int kDsOffset = kDoutOffset + kDoutStages * kDoutBytes;
+    static constexpr int kDsEnd = kDsOffset + kDsBuffers * kDsBytes;
+
+    using ScoreFragment = float[kBlockM / 2];      // 64 keys x kBlockM queries
+    using PackedFragment = uint32_t[kBlockM / 4];  // the same as an A operand
+    using DkFragment = float[kHeadDim / 2];
+    using DvFragment = float[kHeadDimV / 2];
+};
+
+// Those between the loader and the consumers; the numbers of warps that hand Q and dO back.
+template <class Control>
+__device__ __forceinline__ void init_load_barriers(Control& control, int q_warps, int dout_warps) {
+    Barrier::init(&control.k_full, 1);
+    Barrier::init(&control.v_full, 1);
+    Barrier::init(&control.landed, 1);
+    for (uint64_t& barrier : control.q_full) Barrier::init(&barrier, 1);
+    for (uint64_t& barrier : control.q_empty) Barrier::init(&barrier, q_warps);
+    for (uint64_t& barrier : control.dout_full) Barrier::init(&barrier, 1);
+    for (uint64_t& barrier : control.dout_empty) Barrier::init(&barrier, dout_warps);
+}
+
+// Every warpgroup has 64 keys (backward_consumer.cuh).
+template <DataType kType, int kHeadDim_, int kHeadDimV_, BackwardTile kTile, bool kRich>
+struct BackwardShape : BackwardTiles<kType, kHeadDim_, kHeadDimV_, kTile, kRich> {
+    using Tiles = BackwardTiles<kType, kHeadDim_, kHeadDimV_, kTile, kRich>;
+    using Tiles::kBlockM, Tiles::kBlockN, Tiles::kHeadDim, Tiles::kRows, Tiles::kWarpgroups, Tiles::kThreads;
+    using Tiles::kStages, Tiles::kDoutStages, Tiles::kDsBuffers, Tiles::kTermsBytes, Tiles::kConsumerWarps;
+    static constexpr bool kEarlyDv = kTile.early_dv;
+    static_assert(kBlockN == kRows * kWarpgroups);
+
+    // dQ of a block is shared out among the warpgroups: by rows where there are 64 for each, else by columns.
+    static constexpr bool kDqByRows = kBlockM == kRows * kWarpgroups;
+    static constexpr int kDqColumns = kDqByRows ? kHeadDim : kHeadDim / kWarpgroups;
+    static_assert(kDqByRows ||
+                  (kBlockM == kRows && (kDqColumns % kPanelColumns == 0 || kPanelColumns % kDqColumns == 0)));
+    static constexpr int kDqPartBytes = kRows * kDqColumns * 4;  // of one warpgroup
+    static constexpr int kTurns = kWarpgroups;                   // a key tile's additions to a query tile
+    static constexpr bool kSpreads = false;
+    static constexpr auto kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
+
+    static constexpr int kDqOffset = Tiles::kDsEnd;
     static constexpr int kTermsOffset = kDqOffset + kWarpgroups * kDqPartBytes;
     static constexpr int kControlOffset = kTermsOffset + kStages * kTermsBytes;
 
@@ -68,18 +108,83 @@ struct BackwardShape {
     struct Control {
         uint64_t k_full, v_full, landed;
         uint64_t q_full[kStages], q_empty[kStages];
-        uint64_t dout_full[kStages], dout_empty[kStages];
+        uint64_t dout_full[kDoutStages], dout_empty[kDoutStages];
         uint64_t ds_full[kDsBuffers];
         uint64_t dq_full[kWarpgroups], dq_empty[kWarpgroups];
         BackwardWork work;
     };
     static constexpr int64_t kSharedMemory = kControlOffset + sizeof(Control);
 
-    using ScoreFragment = float[kBlockM / 2];      // 64 keys x kBlockM queries
-    using PackedFragment = uint32_t[kBlockM / 4];  // the same as an A operand
-    using DkFragment = float[kHeadDim / 2];
-    using DvFragment = float[kHeadDimV / 2];
     using DqFragment = float[kDqColumns / 2];
+
+    __device__ __forceinline__ static void init_barriers(Control& control) {
+        init_load_barriers(control, kConsumerWarps, kConsumerWarps);
+        for (int i = 0; i < kDsBuffers; ++i) Barrier::init(&control.ds_full[i], kConsumerWarps);
+        for (int i = 0; i < kWarpgroups; ++i) {
+            Barrier::init(&control.dq_full[i], 4);
+            Barrier::init(&control.dq_empty[i], 1);
+        }
+    }
+};
+
+// A warpgroup each for dV, dK and dQ (backward_roles.cuh).
+template <DataType kType, int kHeadDim_, int kHeadDimV_, BackwardTile kTile, bool kRich>
+struct BackwardRolesShape : BackwardTiles<kType, kHeadDim_, kHeadDimV_, kTile, kRich> {
+    using Tiles = BackwardTiles<kType, kHeadDim_, kHeadDimV_, kTile, kRich>;
+    using Tiles::kBlockM, Tiles::kBlockN, Tiles::kHeadDim, Tiles::kHeadDimV, Tiles::kRows, Tiles::kWarpgroups;
+    using Tiles::kStages, Tiles::kDoutStages, Tiles::kDsBuffers, Tiles::kTermsBytes;
+    static_assert(kWarpgroups == 3 && kBlockM == kRows && kBlockN == kRows && kStages > 1);
+
+    static constexpr int kDqColumns = kHeadDim;      // in one part of the scratch
+    static constexpr int kDqSlice = kTile.dq_slice;  // of a product
+    static constexpr int kDqBuffers = kTile.dq_buffers;
+    static constexpr int kDqRing = kDqBuffers > 0 ? kDqBuffers : 1;
+    static constexpr int kDqBufferColumns = 64;
+    static constexpr int kDqBufferBytes = kRows * kDqBufferColumns * 4;
+    static_assert(kHeadDim % kDqSlice == 0 && kDqSlice % kDqBufferColumns == 0 && kDqBuffers != 1);
+    // A key tile's additions to a query tile: the reducer's, or each warp's.
+    static constexpr int kTurns = kDqBuffers > 0 ? 1 : 4;
+    static constexpr bool kSpreads = true;  // key tiles start their walks at different query blocks
+    static constexpr auto kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
+
+    static constexpr int kPOffset = Tiles::kDsEnd;
+    static constexpr int kDqOffset = kPOffset + kRows * kBlockM * 4;
+    static constexpr int kTermsOffset = kDqOffset + kDqBuffers * kDqBufferBytes;
+    static constexpr int kControlOffset = kTermsOffset + kStages * kTermsBytes;
+
+    // setmaxnreg shares out the 512 registers that a launch of 512 threads leaves four of them: accumulators, operands
+    // and what else a role keeps.
+    static constexpr int kProducerRegisters = kRich ? 24 : 32;
+    static constexpr int kScoresRegisters = kHeadDimV / 2 + (kRich ? 88 : 80);
+    static constexpr int kGradientsRegisters = kHeadDim / 2 + 80;
+    static constexpr int kQueriesRegisters = 512 - kProducerRegisters - kScoresRegisters - kGradientsRegisters;
+
+    struct Control {
+        uint64_t k_full, v_full, landed;
+        uint64_t q_full[kStages], q_empty[kStages];
+        uint64_t dout_full[kDoutStages], dout_empty[kDoutStages];
+        uint64_t p_full, p_empty;
+        uint64_t ds_full[kDsBuffers], ds_empty[kDsBuffers];
+        uint64_t dq_full[kDqRing], dq_empty[kDqRing];
+        BackwardWork work;
+    };
+    static constexpr int64_t kSharedMemory = kControlOffset + sizeof(Control);
+
+    using DqFragment = float[kDqSlice / 2];
+
+    __device__ __forceinline__ static void init_barriers(Control& control) {
+        init_load_barriers(control, 4, 8);
+        Barrier::init(&control.p_full, 4);
+        Barrier::init(&control.p_empty, 4);
+        for (int i = 0; i < kDsBuffers; ++i) {
+            Barrier::init(&control.ds_full[i], 4);
+            Barrier::init(&control.ds_empty[i], 4);
+        }
+        for (int i = 0; i < kDqRing; ++i) {
+            Barrier::init(&control.dq_full[i], 4);
+            Barrier::init(&control.dq_empty[i], 1);
+        }
+    }
 };
 
 }  // namespace flash_ext::sm90

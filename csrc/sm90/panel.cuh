@@ -29,4 +29,10 @@ __device__ constexpr uint64_t row_step(int step) {
     return static_cast<uint64_t>(step * 16 * kPanelRowBytes) >> 4;
 }
 
+// What to add to an MN-major operand's descriptor for its columns from `column` on; `rows` is the height of the tile's
+// panels.
+__device__ constexpr uint64_t column_offset(int column, int rows) {
+    return static_cast<uint64_t>(column / kPanelColumns * rows * kPanelRowBytes + column % kPanelColumns * 2) >> 4;
+}
+
 }  // namespace flash_ext::sm90

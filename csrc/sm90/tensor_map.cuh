@@ -36,9 +36,10 @@ inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
 }
 
 // The map of a (batch, rows, heads, columns) tensor of a 16-bit type, for boxes of box_rows rows. What lies outside the
-// tensor arrives as 0.
+// tensor arrives as 0. promotion: how much of a line of memory L2 takes at once.
 inline cudaError_t encode(TensorMap* tensor_map, const TensorView& tensor, DataType dtype, int32_t batch, int32_t rows,
-                          int32_t heads, int32_t columns, int box_rows) {
+                          int32_t heads, int32_t columns, int box_rows,
+                          CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
     const auto encoder = tensor_map_encoder();
     if (encoder == nullptr) return cudaErrorNotSupported;
     const int64_t extents[3] = {rows, heads, batch};
@@ -61,7 +62,7 @@ inline cudaError_t encode(TensorMap* tensor_map, const TensorView& tensor, DataT
         encoder(&tensor_map->map,
                 dtype == DataType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4,
                 tensor.data, dims, bytes, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+                CU_TENSOR_MAP_SWIZZLE_128B, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 

@@ -1,0 +1,256 @@
+// The sm90 backward (backward.cuh) with 64 keys for each consumer warpgroup: it computes their scores, dS, dK and dV.
+// dQ is shared out by rows or by columns; the parts go through shared memory to bulk reductions.
+//
+// A step of a consumer (query block m, whose S is there); what stands on the right runs in the tensor cores meanwhile:
+//   issue dP[m]; P                                             dP[m]
+//   issue dV; wait dP; dS                                      dV       (early_dv = 0: dV is issued behind dS)
+//   dS -> shared memory; issue dK
+//   wait dS of the other warpgroups; issue dQ                  dV, dK
+//   wait dV, dK; Q, dO are free                                dQ
+//   wait dQ; issue S[m+1]; dQ -> shared memory                 S[m+1]
+//   wait S[m+1]                                                         (not left in flight over the loop's back edge:
+//                                                                        ptxas would serialise all products)
+//
+// | barrier       | arrives                              | waits         | a phase ends when                         |
+// | k_full        | loader and TMA                       | consumers     | K has landed, zero behind the last key    |
+// | v_full        | likewise                             |               |                                           |
+// | q_full[s]     | loader and TMA                       | consumers     | Q and the terms of its rows have landed   |
+// | q_empty[s]    | each consumer warp                   | loader        | dK has read Q                             |
+// | dout_full[s]  | loader and TMA                       | consumers     | dO has landed                             |
+// | dout_empty[s] | each consumer warp                   | loader        | dV has read dO                            |
+// | landed        | loader and TMA                       | loader        | a tile with a tail of garbage has landed  |
+// | ds_full[i]    | each consumer warp                   | consumers     | dS is written                             |
+// | dq_full[w]    | each warp of warpgroup w             | reducer w     | its part of dQ is written                 |
+// | dq_empty[w]   | reducer w                            | warpgroup w   | the bulk reduction has read it            |
+//
+// ds_full orders the reuse of its buffers as well: a warpgroup arrives at step m only after its dQ[m-1] is done, and
+// writes at step m + 1 the buffer of m - 1 only after it has waited, at step m, for all to have arrived.
+//
+// Shared memory: K, V, kStages x (Q, dO), 2 x dS^T (rows are keys), dQ (fp32), kStages x (lse, delta), barriers; tiles
+// in panels of 64 columns (wgmma.cuh).
+#pragma once
+
+#include <stdint.h>
+
+#include <cutlass/arch/barrier.h>
+#include <cutlass/arch/reg_reconfig.h>
+#include <cute/arch/copy_sm90_tma.hpp>
+#include <cute/arch/mma_sm90_gmma.hpp>
+
+#include "ptx/cp_async_bulk.cuh"
+#include "ptx/memory.cuh"
+#include "sm90/backward_producer.cuh"
+#include "sm90/backward_scores.cuh"
+#include "sm90/backward_shape.cuh"
+#include "sm90/backward_work.cuh"
+#include "sm90/wgmma.cuh"
+
+namespace flash_ext::sm90 {
+
+template <class Shape>
+struct BackwardKeys : BackwardScores<Shape> {
+    using Scores = BackwardScores<Shape>;
+    using Producer = BackwardProducer<Shape>;
+    using Shape::kBlockM, Shape::kBlockN, Shape::kStages, Shape::kRows, Shape::kDataType, Shape::kHeadDim;
+    using Shape::kDsBuffers, Shape::kWarpgroups, Shape::kProducerRegisters, Shape::kConsumerRegisters;
+    using Shape::kHeadDimV, Shape::kIsRich, Shape::kEarlyDv, Shape::kDqByRows, Shape::kDqColumns, Shape::kDqPartBytes;
+    using Shape::kTermsOffset, Shape::kTermsBytes, Shape::kQBytes, Shape::kDoutBytes, Shape::kDsBytes;
+    using Shape::kVOffset, Shape::kQOffset, Shape::kDoutOffset, Shape::kDsOffset, Shape::kDqOffset;
+    using typename Shape::Control, typename Shape::ScoreFragment, typename Shape::PackedFragment;
+    using typename Shape::DkFragment, typename Shape::DvFragment, typename Shape::DqFragment;
+
+    __device__ __forceinline__ static void run_warpgroup(const BackwardArguments& arguments, unsigned char* smem,
+                                                         Control& control, int warpgroup, int thread) {
+        if (warpgroup == 0) {
+            cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
+            const int warp = thread / 32, lane = thread % 32;
+            if (warp == 0) {
+                Producer::load_all(arguments, smem, control);
+            } else if (warp <= kWarpgroups && lane == 0) {
+                reduce_dq(arguments, smem, control, warp - 1);
+            }
+        } else {
+            cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
+            consume(arguments, smem, control, warpgroup - 1, thread);
+        }
+    }
+
+  private:
+    // One warpgroup.
+    __device__ __forceinline__ static void consume(const BackwardArguments& arguments, unsigned char* smem,
+                                                   Control& control, int warpgroup, int thread) {
+        const ForwardParams& attention = arguments.params.attention;
+        const volatile BackwardWork& work = control.work;
+        const uint32_t smem_address = cute::cast_smem_ptr_to_uint(smem);
+        const int lane = thread % 32, row = warpgroup * kRows + thread / 32 * 16 + lane / 4;  // key of half 0
+        const uint64_t keys = static_cast<uint64_t>(warpgroup * kRows * kPanelRowBytes) >> 4;
+        // A operands of the scores, and B operands.
+        const uint64_t k_rows = panel_descriptor(smem_address, 0) + keys;
+        const uint64_t v_rows = panel_descriptor(smem_address + kVOffset, 0) + keys;
+        const uint64_t q_rows = panel_descriptor(smem_address + kQOffset, kBlockM * kPanelRowBytes);
+        const uint64_t dout_rows = panel_descriptor(smem_address + kDoutOffset, kBlockM * kPanelRowBytes);
+        // dQ: its part's rows of dS, its part's columns of K.
+        const int dq_column = kDqByRows ? 0 : warpgroup * kDqColumns;
+        const uint64_t ds_columns =
+            panel_descriptor(smem_address + kDsOffset + (kDqByRows ? warpgroup : 0) * kBlockN * kPanelRowBytes, 0);
+        const uint64_t k_columns = panel_descriptor(
+            smem_address + dq_column / kPanelColumns * kBlockN * kPanelRowBytes + dq_column % kPanelColumns * 2,
+            kBlockN * kPanelRowBytes);
+
+        DkFragment dk_frag;
+        DvFragment dv_frag;
+        ScoreFragment s_frag, dp_frag;
+        DqFragment dq_frag;
+        PackedFragment p_frag, ds_frag;
+        uint32_t number = 0;  // of the step: all rings turn with it, and a counter is what takes fewest registers
+#pragma unroll
+        for (int i = 0; i < kHeadDim / 2; ++i) dk_frag[i] = 0.f;
+#pragma unroll
+        for (int i = 0; i < kHeadDimV / 2; ++i) dv_frag[i] = 0.f;
+
+        const auto release = [&](uint64_t* barrier) { Scores::release(barrier, lane); };
+        const auto stage = [&] { return number % kStages; };
+        const auto phase = [&] { return number / kStages & 1; };
+        const auto issue_s = [&] {
+            Barrier::wait(&control.q_full[stage()], phase());
+            Scores::template issue_scores<kHeadDim>(s_frag, k_rows, q_rows + stage() * (kQBytes >> 4));
+        };
+        const auto issue_dp = [&] {
+            Barrier::wait(&control.dout_full[stage()], phase());
+            Scores::template issue_scores<kHeadDimV>(dp_frag, v_rows, dout_rows + stage() * (kDoutBytes >> 4));
+        };
+        const auto issue_dq = [&] {
+            Barrier::wait(&control.ds_full[number % kDsBuffers], number / kDsBuffers & 1);
+            const uint64_t ds_buffer = ds_columns + number % kDsBuffers * (kDsBytes >> 4);
+            fence_operand(dq_frag);
+            cute::warpgroup_arrive();
+#pragma unroll
+            for (int step = 0; step < kBlockN / 16; ++step) {
+                multiply_ss_mn<kDataType, kDqColumns>(dq_frag, ds_buffer + row_step(step), k_columns + row_step(step),
+                                                      step > 0);
+            }
+            cute::warpgroup_commit_batch();
+        };
+        const auto write_dq = [&](uint32_t of) {
+            Barrier::wait(&control.dq_empty[warpgroup], (of & 1) ^ 1);
+            float4* part_smem = reinterpret_cast<float4*>(smem + kDqOffset + warpgroup * kDqPartBytes) + thread;
+#pragma unroll
+            for (int i = 0; i < kDqColumns / 8; ++i) {
+                part_smem[i * 128] = {dq_frag[4 * i], dq_frag[4 * i + 1], dq_frag[4 * i + 2], dq_frag[4 * i + 3]};
+            }
+            cutlass::arch::fence_view_async_shared();  // the bulk reduction reads through the async proxy
+            release(&control.dq_full[warpgroup]);
+        };
+        const typename Scores::Thread place{arguments, work, row, lane};
+        const auto make_ds = [&](const float2* delta) {
+#pragma unroll
+            for (int i = 0; i < kBlockM / 8; ++i) {
+                const float2 terms = delta[i * 4];
+#pragma unroll
+                for (int c = 0; c < 4; ++c) {
+                    float& dp = dp_frag[4 * i + c];
+                    dp = Scores::gradient(arguments, s_frag[4 * i + c], dp, c % 2 ? terms.y : terms.x);
+                }
+                if constexpr (!kEarlyDv && !kIsRich) Scores::pack_group(p_frag, s_frag, i);
+                Scores::pack_group(ds_frag, dp_frag, i);
+            }
+        };
+        const auto issue_dv = [&] {
+            Scores::template issue_gradient<kHeadDimV>(dv_frag, p_frag, dout_rows + stage() * (kDoutBytes >> 4));
+        };
+        const auto issue_dk = [&] {
+            Scores::template issue_gradient<kHeadDim>(dk_frag, ds_frag, q_rows + stage() * (kQBytes >> 4));
+        };
+
+        // One query block whose S is there. kHasNext: computes that of the next under the writing of dQ.
+        const auto step = [&]<bool kHasNext>(int head, int block) {
+            const float2* terms =
+                reinterpret_cast<const float2*>(smem + kTermsOffset + stage() * kTermsBytes) + lane % 4;
+            issue_dp();
+            if constexpr (kIsRich) {
+                Scores::make_p_rich(place, s_frag, p_frag, head, block, terms, [](int) {});
+            } else {
+                Scores::make_p(place, s_frag, block, terms, [&](int i) {
+                    if constexpr (kEarlyDv) Scores::pack_group(p_frag, s_frag, i);
+                });
+            }
+            if constexpr (kEarlyDv) {
+                issue_dv();
+                cute::warpgroup_wait<1>();
+            } else {
+                cute::warpgroup_wait<0>();
+            }
+            fence_operand(dp_frag);
+            make_ds(terms + kBlockM / 2);
+            Scores::store_ds(smem + kDsOffset + number % kDsBuffers * kDsBytes +
+                                 (warpgroup * kRows + thread / 32 * 16) * kPanelRowBytes,
+                             ds_frag, lane);
+            release(&control.ds_full[number % kDsBuffers]);
+            if constexpr (!kEarlyDv) issue_dv();
+            issue_dk();
+            issue_dq();
+            cute::warpgroup_wait<2>();
+            fence_operand(dv_frag);
+            fence_operand(p_frag);
+            release(&control.dout_empty[stage()]);
+            cute::warpgroup_wait<1>();
+            fence_operand(dk_frag);
+            fence_operand(ds_frag);
+            release(&control.q_empty[stage()]);
+            cute::warpgroup_wait<0>();
+            fence_operand(dq_frag);
+            ++number;
+            if constexpr (kHasNext) issue_s();
+            write_dq(number - 1);
+            if constexpr (kHasNext) {
+                cute::warpgroup_wait<0>();
+                fence_operand(s_frag);
+            }
+        };
+
+        QueryWalk walk(arguments, work);
+        if (walk.left > 0) {
+            Barrier::wait(&control.k_full, 0);
+            issue_s();
+            Barrier::wait(&control.v_full, 0);
+            cute::warpgroup_wait<0>();
+            fence_operand(s_frag);
+#pragma unroll 1
+            for (; walk.left > 1; walk.advance(work)) step.template operator()<true>(walk.head, walk.block);
+            step.template operator()<false>(walk.head, walk.block);
+        }
+        Scores::write_gradient(place, dk_frag, attention.softmax_scale, arguments.params.dk, attention.head_dim);
+        Scores::write_gradient(place, dv_frag, kIsRich ? arguments.dropout_scale : 1.f, arguments.params.dv,
+                               attention.head_dim_v);
+    }
+
+    // One thread: adds a warpgroup's part of every dQ to the scratch.
+    __device__ __forceinline__ static void reduce_dq(const BackwardArguments& arguments, unsigned char* smem,
+                                                     Control& control, int warpgroup) {
+        const volatile BackwardWork& work = control.work;
+        const bool deterministic = arguments.scratch.turns != nullptr;
+        const uint32_t part_smem = cute::cast_smem_ptr_to_uint(smem) + kDqOffset + warpgroup * kDqPartBytes;
+        uint32_t phase = 0;
+        int32_t added = -1;  // the query tile before this one, if its turn is still to be handed on
+#pragma unroll 1
+        for (QueryWalk walk(arguments, work); walk.left > 0; walk.advance(work)) {
+            const int64_t tile = scratch_tile(arguments, work, walk.head, walk.block);
+            Barrier::wait(&control.dq_full[warpgroup], phase);
+            phase ^= 1;
+            if (deterministic) {
+                if (added >= 0) Producer::end_turn(arguments, added);
+                Producer::wait_turn(arguments, work, tile, walk.block);
+                added = static_cast<int32_t>(tile);
+            }
+            float* part = arguments.scratch.dq + (tile * kWarpgroups + warpgroup) * (kDqPartBytes / 4);
+            ptx::cp_reduce_async_bulk_add_f32(part, part_smem, kDqPartBytes);
+            cute::tma_store_arrive();
+            cute::tma_store_wait<0>();
+            Barrier::arrive(&control.dq_empty[warpgroup]);
+        }
+        if (added >= 0) Producer::end_turn(arguments, added);
+        ptx::cp_async_bulk_wait_group<0>();
+    }
+};
+
+}  // namespace flash_ext::sm90

@@ -256,6 +256,37 @@ __global__ void __launch_bounds__(kThreads)
     }
 }
 
+// The same from tiles in parts of a warp.
+__global__ void __launch_bounds__(kThreads)
+    backward_postprocess_lanes_kernel(const __grid_constant__ HelperArguments arguments) {
+    QueryTile tile;
+    if (!find_query_tile(arguments, tile)) return;
+    const BackwardParams& params = arguments.params;
+    const ForwardParams& attention = params.attention;
+    const ScratchShape& shape = arguments.shape;
+    const int rows = min(tile.rows.sequence.length - tile.rows.begin, shape.block_m);
+    const int rows_used = min(tile.rows.sequence.used - tile.rows.begin, shape.block_m);
+    if (rows <= 0) return;
+    const int first = tile.rows.sequence.start + tile.rows.begin;
+    char* dq = static_cast<char*>(params.dq.data) + row_offset(params.dq, tile.batch, first, tile.head) * 2;
+    const float* sums = arguments.scratch.dq + tile.number * shape.block_m * shape.tile_columns;
+    // 4 neighbours take 32 columns of a row, a warp those of 8 rows: lines of 128 bytes there, 64 bytes of a row here.
+    const int groups = (attention.head_dim + 31) / 32;
+    for (int i = threadIdx.x; i < shape.block_m * 4 * groups; i += kThreads) {
+        const int row = i / 4 % shape.block_m, column = i / 4 / shape.block_m * 32 + i % 4 * 8;
+        if (row >= rows || column >= attention.head_dim) continue;
+        uint4 packed{0u, 0u, 0u, 0u};
+        if (row < rows_used) {
+            const float4* lane =
+                reinterpret_cast<const float4*>(sums + row / 32 * 32 * shape.tile_columns) + column / 4 * 32 + row % 32;
+            const float4 low = lane[0], high = lane[32];
+            packed = {scaled_pair(attention, low.x, low.y), scaled_pair(attention, low.z, low.w),
+                      scaled_pair(attention, high.x, high.y), scaled_pair(attention, high.z, high.w)};
+        }
+        *reinterpret_cast<uint4*>(dq + row * params.dq.stride_row * 2 + column * 2) = packed;
+    }
+}
+
 // One CTA per query head.
 __global__ void __launch_bounds__(kThreads) backward_sinks_kernel(const __grid_constant__ HelperArguments arguments) {
     const ForwardParams& attention = arguments.params.attention;
@@ -355,8 +386,9 @@ cudaError_t launch_backward_postprocess(const BackwardParams& params, const Back
     const int64_t tiles = arguments.sequence_heads * arguments.slots;
     if (tiles > 0) {
         const cudaError_t error =
-            launch(shape.tile_columns != 0 ? reinterpret_cast<const void*>(&backward_postprocess_tiles_kernel)
-                                           : reinterpret_cast<const void*>(&backward_postprocess_kernel),
+            launch(shape.tile_columns == 0   ? reinterpret_cast<const void*>(&backward_postprocess_kernel)
+                   : shape.part_columns == 0 ? reinterpret_cast<const void*>(&backward_postprocess_lanes_kernel)
+                                             : reinterpret_cast<const void*>(&backward_postprocess_tiles_kernel),
                    linear_grid(tiles), arguments, stream);
         if (error != cudaSuccess) return error;
     }

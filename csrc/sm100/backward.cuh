@@ -1,0 +1,256 @@
+// Backward attention for sm100 (FlashAttention-4, arXiv 2603.05451, section 4).
+//
+// One CTA: 128 keys of one key head, for the whole walk over the blocks of 128 queries of all its query heads. Scores
+// are computed transposed, so that lane r of tensor memory holds key r, P^T and dS^T are the A operands of dV and dK
+// without leaving it, and dK and dV stay there to the end:
+//
+//   S^T = K Q^T      dP^T = V dO^T      P = exp(S - lse)      dS = P * (dP - delta)
+//   dV += P^T dO     dK += dS^T Q       dQ = dS K
+//
+// Only dS passes through shared memory as well, for dQ, whose lanes are queries. dQ is added to an fp32 scratch in
+// global memory by bulk reductions, in the order in which a warp holds it (common/backward_helpers.h).
+//
+//   warps 0-3    dQ: tensor memory -> shared memory -> scratch, each warp its 32 queries by itself
+//   warps 4-7    P and dS of queries 0-63 of a block; in the end dV -> global memory
+//   warps 8-11   P and dS of queries 64-127;          in the end dK
+//   warp 12      issues all products
+//   warp 13      loads
+//   warps 14-15  nothing (registers are dealt out to groups of four warps)
+//
+// A step of the products (query block m, whose S and dP have been issued); what waits stands in brackets:
+//
+//   [P m] dV m | S m+1 | [dS m] dK m, dQ m | [dQ m has been read] dP m+1
+//
+// so that S of the next block and dV run under the making of dS, dK and dQ under that of P. Where S and dP leave dQ no
+// columns of its own but P's, (192, 128), S m+1 comes behind dQ as well, and dP follows in halves, the second behind P.
+//
+// | barrier       | arrives                      | waits            | a phase ends when | | k_full        | loader and
+// TMA               | products         | K has landed, zero behind the last key           | | v_full        | likewise
+// |                  |                                                  | | q_full[s]     | loader and TMA | products,
+// scores | Q and the terms of its rows have landed          | | q_empty[s]    | commit                       | loader
+// | dK has read Q (and dS was made: the terms, too)  | | dout_full[s]  | loader and TMA               | products | dO
+// has landed                                    | | dout_empty[s] | commit                       | loader           |
+// dV has read dO                                   | | landed        | loader and TMA               | loader | a tile
+// with a tail of garbage has landed         | | s_full        | commit                       | scores           | S is
+// there, and all products issued before it    | | p_full        | scores, by warps             | products         | P
+// is there; S has been read                      | | dp_full       | commit                       | scores           |
+// dP is there, and all products issued before it   | | ds_full       | scores, by warps             | products | dS is
+// there, twice; dP and the terms are read    | | dq_full       | commit                       | dQ               | dQ
+// is there                                      | | dq_empty      | dQ, by warps                 | products         |
+// dQ has been read                                 | | sums_full     | commit                       | scores | dK and
+// dV are complete                           |
+//
+// Every barrier of the middle part ends one phase a step, so its parity is that of the step.
+//
+// What needs no barrier, because products run in the order of their issue: S overwrites P of the block before, which
+// dV has read; dP and dQ overwrite dS, which dK has read. dS in shared memory is overwritten after dp_full, which
+// follows dQ of the block before.
+//
+// Rows of Q, dO, K and V behind a sequence's end are zero in shared memory before a product reads them: there TMA
+// brings zeros from outside the tensor and anything from inside, which the loader overwrites. Their lse is +inf, so P
+// is 0.
+//
+// Deterministic: the additions into a query tile are made in ascending order of the key tile. A CTA takes its place
+// from a ticket counter, so it only ever waits for CTAs that have started; each warp waits for the turn of a query tile
+// before it adds its rows, and waits for its additions to be made, not only read, before it passes the turn on.
+//
+// Tensor memory (512 columns of 32 bits, all of it, in one allocation for the life of the CTA). h: the warpgroup of
+// scores, 0 or 1, whose own 64 columns of S and dP are.
+//
+//   columns, d and d_v  64, 128       96            (192, 128)            holds                        until
+//   S                   0-127         0-127         0-127                 S, fp32                      scores have it
+//   P[h]                64 h + 32     64 h + 32     0-31, 96-127          P, 16-bit pairs, over S      dV
+//   dP[h]               128 + 64 h    128 + 64 h    128-191, 32-95        dP, fp32                     scores have it
+//   dS[h]               the first 32 of dP[h]                             dS, 16-bit pairs, over dP    dK
+//   dV                  256 ..        256-351       192-319               dV, fp32                     the end
+//   dK                  behind dV     352-447       320-511               dK, fp32                     the end
+//   dQ                  128-255;      128-223       0-191                 dQ, fp32, lanes are queries  dQ has been read
+//                       d 64: 384-447
+//
+// Shared memory: K, V, kStages x Q, kDoutStages x dO, dS^T (rows are keys, 64 queries to a panel), 4 x 2 slices of dQ,
+// kStages x (lse, delta), barriers; tiles in panels of 64 columns (sm90/panel.cuh).
+#pragma once
+
+#include <cuda_runtime_api.h>
+#include <stdint.h>
+
+#include <cutlass/arch/barrier.h>
+#include <cutlass/arch/reg_reconfig.h>
+#include <cute/arch/copy_sm90_desc.hpp>
+#include <cute/arch/tmem_allocator_sm100.hpp>
+
+#include "common/backward_helpers.h"
+#include "core/launch.cuh"
+#include "params.h"
+#include "ptx/tcgen05.cuh"
+#include "sm100/backward_compute.cuh"
+#include "sm100/backward_products.cuh"
+#include "sm100/backward_reduce.cuh"
+#include "sm100/backward_shape.cuh"
+#include "sm100/backward_supply.cuh"
+#include "sm90/tensor_map.cuh"
+
+namespace flash_ext::sm100 {
+
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::kThreads, 1)
+    backward_kernel(const __grid_constant__ BackwardArguments arguments);
+
+template <DataType kType, int kHeadDim, int kHeadDimV, BackwardTile kTile, bool kRich>
+struct Backward : BackwardShape<kType, kHeadDim, kHeadDimV, kTile, kRich> {
+    using Shape = BackwardShape<kType, kHeadDim, kHeadDimV, kTile, kRich>;
+    using Shape::kBlockM, Shape::kBlockN, Shape::kStages, Shape::kDoutStages, Shape::kThreads;
+    using Shape::kControlOffset, Shape::kSharedMemory;
+    using Shape::kReduceGroup, Shape::kComputeGroup, Shape::kSupplyGroup, Shape::kComputeWarps;
+    using Shape::kReduceRegisters, Shape::kComputeRegisters, Shape::kSupplyRegisters;
+    using typename Shape::Control;
+
+    static constexpr ScratchShape kScratch{kBlockM, kHeadDim};
+
+    __device__ __forceinline__ static void run(const BackwardArguments& arguments) {
+        extern __shared__ __align__(1024) unsigned char smem[];
+        Control& control = *reinterpret_cast<Control*>(smem + kControlOffset);
+        const int group = uniform(threadIdx.x / 128);
+        const int warp = uniform(threadIdx.x / 32 % 4), lane = threadIdx.x % 32;
+        if (threadIdx.x == 0) {
+            init_barriers(arguments, control);
+            control.work = sm90::find_work<kBlockM, kBlockN>(arguments);
+        }
+        __syncthreads();  // barriers and work are there
+        if (control.work.is_empty) return;
+        cute::TMEM::Allocator1Sm allocator;
+        if (group == kSupplyGroup && warp == 0) {
+            allocator.allocate(kTensorMemoryColumns, &control.tmem);
+            allocator.release_allocation_lock();
+            ptx::tcgen05_fence_before_thread_sync();
+        }
+        __syncthreads();  // tensor memory is there
+        ptx::tcgen05_fence_after_thread_sync();
+
+        if (group == kSupplyGroup) {
+            cutlass::arch::warpgroup_reg_dealloc<kSupplyRegisters>();
+            if (warp == 0) {
+                BackwardProducts<Shape>::run(arguments, smem, control);
+            } else if (warp == 1) {
+                BackwardSupply<Shape>::load_all(arguments, smem, control, lane);
+            }
+            __syncwarp();
+        } else if (group == kReduceGroup) {
+            cutlass::arch::warpgroup_reg_dealloc<kReduceRegisters>();
+            BackwardReduce<Shape>::run(arguments, smem, control, warp, lane);
+            __syncwarp();
+        } else {
+            cutlass::arch::warpgroup_reg_alloc<kComputeRegisters>();
+            BackwardCompute<Shape>::run(arguments, smem, control, group - kComputeGroup, threadIdx.x % 128);
+        }
+
+        ptx::tcgen05_fence_before_thread_sync();
+        __syncthreads();  // no one reads tensor memory any more
+        if (group == kSupplyGroup && warp == 0) {
+            ptx::tcgen05_fence_after_thread_sync();
+            allocator.free(0, kTensorMemoryColumns);
+        }
+    }
+
+    static int64_t workspace(const void* backward_params, const LaunchContext*) {
+        return backward_scratch_size(*static_cast<const BackwardParams*>(backward_params), kScratch);
+    }
+
+    static int32_t launch(const void* backward_params, const LaunchContext* context) {
+        const BackwardParams& params = *static_cast<const BackwardParams*>(backward_params);
+        const ForwardParams& attention = params.attention;
+        const cudaStream_t stream = static_cast<cudaStream_t>(context->stream);
+        BackwardArguments arguments;
+        arguments.params = params;
+        arguments.scratch = backward_scratch(params, kScratch, context->workspace);
+        cudaError_t error = launch_backward_preprocess(params, arguments.scratch, kScratch, stream);
+        if (error != cudaSuccess) return error;
+
+        const auto [heads, tiles] = key_tiles(attention, kBlockN);
+        if (heads * tiles > 0) {
+            error = encode_maps(arguments);
+            if (error != cudaSuccess) return error;
+            fill_backward_arguments(arguments, kBlockM);
+            // What the key tiles of a head read (and add to): Q, dO and the scratch.
+            const int64_t query_bytes = static_cast<int64_t>(attention.seqlen_q) * attention.heads_q /
+                                        attention.heads_k * (2 * attention.head_dim_v + 6 * attention.head_dim);
+            arguments.order = make_tile_order(heads, tiles, arguments.bounds.right == 0, query_bytes);
+            // Seen from the keys a causal mask leaves the first tile the most to do: sections of heads, but tiles in
+            // order.
+            arguments.order.heaviest_first = 0;
+
+            const void* kernel = reinterpret_cast<const void*>(&backward_kernel<Backward>);
+            static SharedMemoryOptIn opt_in;
+            error = opt_in.ensure(kernel, context->device, kSharedMemory);
+            if (error != cudaSuccess) return error;
+            void* kernel_arguments[] = {&arguments};
+            error = cudaLaunchKernel(kernel, linear_grid(heads * tiles), dim3(kThreads), kernel_arguments,
+                                     kSharedMemory, stream);
+            if (error != cudaSuccess) return error;
+        }
+        return launch_backward_postprocess(params, arguments.scratch, kScratch, stream);
+    }
+
+  private:
+    __device__ __forceinline__ static void init_barriers(const BackwardArguments& arguments, Control& control) {
+        cute::prefetch_tma_descriptor(&arguments.q.map);
+        cute::prefetch_tma_descriptor(&arguments.k.map);
+        cute::prefetch_tma_descriptor(&arguments.v.map);
+        cute::prefetch_tma_descriptor(&arguments.dout.map);
+        Barrier::init(&control.k_full, 1);
+        Barrier::init(&control.v_full, 1);
+        Barrier::init(&control.landed, 1);
+        for (int i = 0; i < kStages; ++i) {
+            Barrier::init(&control.q_full[i], 1);
+            Barrier::init(&control.q_empty[i], 1);
+        }
+        for (int i = 0; i < kDoutStages; ++i) {
+            Barrier::init(&control.dout_full[i], 1);
+            Barrier::init(&control.dout_empty[i], 1);
+        }
+        Barrier::init(&control.s_full, 1);
+        Barrier::init(&control.p_full, kComputeWarps);
+        Barrier::init(&control.dp_full, 1);
+        Barrier::init(&control.ds_full, kComputeWarps);
+        Barrier::init(&control.dq_full, 1);
+        Barrier::init(&control.dq_empty, 4);
+        Barrier::init(&control.sums_full, 1);
+        cutlass::arch::fence_barrier_init();
+    }
+
+    static cudaError_t encode_maps(BackwardArguments& arguments) {
+        const BackwardParams& params = arguments.params;
+        const ForwardParams& attention = params.attention;
+        const int32_t q_batch = attention.cu_seqlens_q != nullptr ? 1 : attention.batch;
+        const int32_t k_batch = attention.cu_seqlens_k != nullptr ? 1 : attention.batch;
+        cudaError_t error = sm90::encode(&arguments.k, attention.k, attention.dtype, k_batch, attention.seqlen_k,
+                                         attention.heads_k, attention.head_dim, kBlockN);
+        if (error != cudaSuccess) return error;
+        error = sm90::encode(&arguments.v, attention.v, attention.dtype, k_batch, attention.seqlen_k, attention.heads_k,
+                             attention.head_dim_v, kBlockN);
+        if (error != cudaSuccess) return error;
+        arguments.key_tail_is_garbage = attention.cu_seqlens_k != nullptr || attention.seqused_k != nullptr ||
+                                        arguments.k.row_step == 0 || arguments.v.row_step == 0;
+        if (attention.seqlen_q == 0) {  // no query is ever loaded
+            arguments.q = arguments.dout = arguments.k;
+            arguments.query_tail_is_garbage = 0;
+            return cudaSuccess;
+        }
+        error = sm90::encode(&arguments.q, attention.q, attention.dtype, q_batch, attention.seqlen_q, attention.heads_q,
+                             attention.head_dim, kBlockM);
+        if (error != cudaSuccess) return error;
+        error = sm90::encode(&arguments.dout, params.dout, attention.dtype, q_batch, attention.seqlen_q,
+                             attention.heads_q, attention.head_dim_v, kBlockM);
+        arguments.query_tail_is_garbage = attention.cu_seqlens_q != nullptr || attention.seqused_q != nullptr ||
+                                          arguments.q.row_step == 0 || arguments.dout.row_step == 0;
+        return error;
+    }
+};
+
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::kThreads, 1)
+    backward_kernel(const __grid_constant__ BackwardArguments arguments) {
+    Kernel::run(arguments);
+}
+
+}  // namespace flash_ext::sm100

@@ -1,0 +1,174 @@
+// A warpgroup of the sm100 backward that makes P and dS of 64 of a block's queries, a key to a thread; and at the end
+// writes dV (the first) or dK (the second).
+#pragma once
+
+#include <stdint.h>
+
+#include <cutlass/arch/barrier.h>
+
+#include "core/mask.cuh"
+#include "core/numeric.cuh"
+#include "core/sequence.cuh"
+#include "ptx/tcgen05.cuh"
+#include "sm100/backward_scores.cuh"
+#include "sm100/backward_shape.cuh"
+#include "sm100/scores.cuh"
+#include "sm100/tensor_memory.cuh"
+
+namespace flash_ext::sm100 {
+
+template <class Shape>
+struct BackwardCompute : Shape {
+    using Shape::kBlockM, Shape::kBlockN, Shape::kHalf, Shape::kStages, Shape::kDataType, Shape::kIsRich;
+    using Shape::kHeadDim, Shape::kHeadDimV, Shape::kSColumn, Shape::kDvColumn, Shape::kDkColumn;
+    using Shape::kTermsOffset, Shape::kTermsBytes, Shape::kDsOffset, Shape::kDsPanelBytes;
+    using typename Shape::Control;
+
+    static constexpr int kChunk = kScoresAtOnce;
+
+    // All threads of the warpgroup; half: which queries of a block are theirs; key: 0..127, their row of the tile.
+    __device__ __forceinline__ static void run(const BackwardArguments& arguments, unsigned char* smem,
+                                               Control& control, int half, int key) {
+        const ForwardParams& attention = arguments.params.attention;
+        const volatile BackwardWork& work = control.work;
+        const int lane = key % 32, warp = key / 32;
+        const uint32_t s_tmem = own_lanes(kSColumn + half * kHalf, warp);
+        const uint32_t p_tmem = own_lanes(Shape::p_column(half), warp);
+        const uint32_t dp_tmem = own_lanes(Shape::dp_column(half), warp);
+        unsigned char* const ds_panel = smem + kDsOffset + half * kDsPanelBytes;
+        const Mask mask =
+            Mask{arguments.bounds, work.keys_used - work.queries_used, work.keys_used}.transposed(work.queries_used);
+        KeyRange queries = mask.visible(work.begin + key);  // that see this thread's key
+        if (key >= work.rows_used) queries.end = 0;
+        const int full_begin = uniform(work.blocks.full_begin), full_end = uniform(work.blocks.full_end);
+
+        // What this thread alone has done becomes visible with its warp's arrival.
+        const auto arrive = [&](uint64_t* barrier) {
+            __syncwarp();
+            if (lane == 0) Barrier::arrive(barrier);
+        };
+
+        uint32_t number = 0;
+        QueryWalk walk(attention, work);
+        const bool has_blocks = walk.left > 0;
+#pragma unroll 1
+        for (; walk.left > 0; walk.advance(), ++number) {
+            const uint32_t stage = number % kStages;
+            const int first = walk.block * kBlockM + half * kHalf;  // query of column 0
+            const float4* const lse =
+                reinterpret_cast<const float4*>(smem + kTermsOffset + stage * kTermsBytes + half * kHalf * 4);
+            const float4* const delta = lse + kBlockM / 4;
+            float s[kHalf];
+            Barrier::wait(&control.q_full[stage], number / kStages & 1);  // the terms
+            Barrier::wait(&control.s_full, number & 1);
+            ptx::tcgen05_fence_after_thread_sync();
+#pragma unroll
+            for (int column = 0; column < kHalf; column += kChunk) {
+                load_columns<kChunk>(reinterpret_cast<uint32_t*>(s + column), s_tmem + column);
+            }
+            wait_loads();
+            const bool is_masked = walk.block >= full_end || walk.block < full_begin;
+            const KeyRange columns{queries.begin - first, queries.end - first};
+            RichKey rich;
+            if constexpr (kIsRich) {
+                rich = make_rich(arguments, work, walk.head, first, key, is_masked ? columns : KeyRange{0, kHalf},
+                                 mask.shift);
+            } else {
+                if (is_masked) mask_row(s, columns);
+            }
+#pragma unroll
+            for (int column = 0; column < kHalf; column += kChunk) {
+                uint32_t p[kChunk / 2];
+                if constexpr (kIsRich) {
+                    make_p_rich<kDataType>(s + column, p, arguments, rich, column, lse + column / 4);
+                } else {
+                    make_p<kDataType>(s + column, p, lse + column / 4, arguments.scale_log2);
+                }
+                store_columns<kChunk / 2>(p_tmem + column / 2, p);
+            }
+            wait_stores();
+            ptx::tcgen05_fence_before_thread_sync();
+            arrive(&control.p_full);
+
+            Barrier::wait(&control.dp_full, number & 1);
+            ptx::tcgen05_fence_after_thread_sync();
+#pragma unroll
+            for (int column = 0; column < kHalf; column += kChunk) {
+                float dp[kChunk];
+                load_columns<kChunk>(reinterpret_cast<uint32_t*>(dp), dp_tmem + column);
+                wait_loads();
+                if constexpr (kIsRich) {
+#pragma unroll
+                    for (int i = 0; i < kChunk; ++i) {
+                        dp[i] = rich.kept[column / 32] >> i & 1 ? dp[i] * arguments.dropout_scale : 0.f;
+                    }
+                }
+                uint32_t ds[kChunk / 2];
+                make_ds<kDataType>(s + column, dp, ds, delta + column / 4);
+                store_columns<kChunk / 2>(dp_tmem + column / 2, ds);
+#pragma unroll
+                for (int i = 0; i < kChunk / 8; ++i) {
+                    *reinterpret_cast<uint4*>(ds_panel + sm90::swizzled_chunk(key, column / 8 + i)) = {
+                        ds[4 * i], ds[4 * i + 1], ds[4 * i + 2], ds[4 * i + 3]};
+                }
+            }
+            wait_stores();
+            cutlass::arch::fence_view_async_shared();  // dQ reads dS through the async proxy
+            ptx::tcgen05_fence_before_thread_sync();
+            arrive(&control.ds_full);
+        }
+
+        if (has_blocks) {
+            Barrier::wait(&control.sums_full, 0);
+            ptx::tcgen05_fence_after_thread_sync();
+        }
+        const BackwardParams& params = arguments.params;
+        if (half == 0) {
+            write_gradient<kHeadDimV>(params.dv, own_lanes(kDvColumn, warp), attention, work, key,
+                                      kIsRich ? arguments.dropout_scale : 1.f, attention.head_dim_v, has_blocks);
+        } else {
+            write_gradient<kHeadDim>(params.dk, own_lanes(kDkColumn, warp), attention, work, key,
+                                     attention.softmax_scale, attention.head_dim, has_blocks);
+        }
+    }
+
+  private:
+    // The thread's row of dK or dV: whole sectors of 32 bytes, so lanes need not exchange anything. Rows behind the
+    // sequence's keys that count are 0.
+    template <int kColumns>
+    __device__ __forceinline__ static void write_gradient(const TensorView& tensor, uint32_t tmem,
+                                                          const ForwardParams& attention,
+                                                          const volatile BackwardWork& work, int key, float scale,
+                                                          int columns, bool has_blocks) {
+        constexpr int kStep = 32;
+        const int batch = attention.cu_seqlens_k != nullptr ? 0 : work.batch;
+        char* const row =
+            static_cast<char*>(tensor.data) +
+            (row_offset(tensor, batch, work.keys_start + work.begin, work.head_k) + key * tensor.stride_row) * 2;
+        const bool counts = key < work.rows_used;
+        if (key >= work.rows) columns = 0;
+#pragma unroll
+        for (int column = 0; column < kColumns; column += kStep) {
+            uint32_t sums[kStep] = {};
+            if (has_blocks) {
+                load_columns<kStep>(sums, tmem + column);
+                wait_loads();
+            }
+#pragma unroll
+            for (int i = 0; i < kStep; i += 8) {
+                uint32_t words[4];
+#pragma unroll
+                for (int pair = 0; pair < 4; ++pair) {
+                    const float low = __uint_as_float(sums[i + 2 * pair]);
+                    const float high = __uint_as_float(sums[i + 2 * pair + 1]);
+                    words[pair] = counts ? pack<kDataType>(low * scale, high * scale) : 0u;
+                }
+                if (column + i < columns) {
+                    *reinterpret_cast<uint4*>(row + (column + i) * 2) = uint4{words[0], words[1], words[2], words[3]};
+                }
+            }
+        }
+    }
+};
+
+}  // namespace flash_ext::sm100

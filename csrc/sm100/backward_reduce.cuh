@@ -1,0 +1,101 @@
+// The warpgroup of the sm100 backward that adds dQ to the scratch. A warp has 32 rows and goes its own way: tensor
+// memory -> registers -> shared memory -> bulk reduction, 32 columns at a time.
+#pragma once
+
+#include <stdint.h>
+
+#include <cutlass/arch/barrier.h>
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "core/mask.cuh"
+#include "ptx/cp_async_bulk.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/tcgen05.cuh"
+#include "sm100/backward_shape.cuh"
+#include "sm100/tensor_memory.cuh"
+
+namespace flash_ext::sm100 {
+
+template <class Shape>
+struct BackwardReduce : Shape {
+    using Shape::kBlockM, Shape::kBlockN, Shape::kHeadDim, Shape::kDqColumn, Shape::kDqOffset;
+    using Shape::kSlices, Shape::kSliceColumns, Shape::kSliceBytes, Shape::kSliceBuffers;
+    using typename Shape::Control;
+
+    static constexpr int kWarps = 4;
+
+    // One warp, of rows 32 warp to 32 warp + 31.
+    __device__ __forceinline__ static void run(const BackwardArguments& arguments, unsigned char* smem,
+                                               Control& control, int warp, int lane) {
+        const volatile BackwardWork& work = control.work;
+        const bool deterministic = arguments.scratch.turns != nullptr;
+        const uint32_t dq_tmem = own_lanes(kDqColumn, warp);
+        unsigned char* const slices_smem = smem + kDqOffset + warp * kSliceBuffers * kSliceBytes;
+        uint32_t phase = 0, buffer = 0;
+#pragma unroll 1
+        for (QueryWalk walk(arguments.params.attention, work); walk.left > 0; walk.advance()) {
+            const int64_t tile = sm90::scratch_tile(arguments, work, walk.head, walk.block);
+            float* const part = arguments.scratch.dq + tile * (kBlockM * kHeadDim) + warp * (32 * kHeadDim);
+            Barrier::wait(&control.dq_full, phase);
+            phase ^= 1;
+            ptx::tcgen05_fence_after_thread_sync();
+#pragma unroll
+            for (int begin = 0; begin < kSlices; begin += kSliceBuffers) {
+                // As many slices as there are buffers go through registers at once: dQ is handed back before the last
+                // of them wait for the bulk reductions of the slices before.
+                constexpr int kBuffers = kSliceBuffers;
+                uint32_t dq[kBuffers][kSliceColumns];
+#pragma unroll
+                for (int i = 0; i < kBuffers; ++i) {
+                    if (begin + i < kSlices) load_columns<kSliceColumns>(dq[i], dq_tmem + (begin + i) * kSliceColumns);
+                }
+                wait_loads();
+                if (begin + kBuffers >= kSlices) {
+                    ptx::tcgen05_fence_before_thread_sync();
+                    __syncwarp();
+                    if (lane == 0) Barrier::arrive(&control.dq_empty);
+                }
+#pragma unroll
+                for (int i = 0; i < kBuffers; ++i) {
+                    if (begin + i >= kSlices) continue;
+                    if (lane == 0) cute::tma_store_wait<kBuffers - 1>();  // what this buffer held has been read
+                    __syncwarp();
+                    unsigned char* const slice_smem = slices_smem + buffer * kSliceBytes;
+                    buffer ^= 1;
+                    static_assert(kBuffers == 2);
+#pragma unroll
+                    for (int j = 0; j < kSliceColumns / 4; ++j) {
+                        reinterpret_cast<uint4*>(slice_smem)[j * 32 + lane] = {dq[i][4 * j], dq[i][4 * j + 1],
+                                                                               dq[i][4 * j + 2], dq[i][4 * j + 3]};
+                    }
+                    cutlass::arch::fence_view_async_shared();  // the bulk reduction reads through the async proxy
+                    __syncwarp();
+                    if (lane == 0) {
+                        if (deterministic && begin + i == 0) wait_turn(arguments, work, tile, walk.block);
+                        ptx::cp_reduce_async_bulk_add_f32(part + (begin + i) * (kSliceBytes / 4),
+                                                          cute::cast_smem_ptr_to_uint(slice_smem), kSliceBytes);
+                        cute::tma_store_arrive();
+                    }
+                }
+            }
+            if (deterministic && lane == 0) {
+                ptx::cp_async_bulk_wait_group<0>();  // the additions are made, not only their source read
+                ptx::red_release_gpu_add(arguments.scratch.turns + tile, 1);
+            }
+        }
+        if (lane == 0) ptx::cp_async_bulk_wait_group<0>();
+    }
+
+  private:
+    // Until the key blocks before this one have added to the query tile, each with all its warps.
+    __device__ __forceinline__ static void wait_turn(const BackwardArguments& arguments,
+                                                     const volatile BackwardWork& work, int64_t tile, int block) {
+        const Mask mask{arguments.bounds, work.keys_used - work.queries_used, work.keys_used};
+        const int begin = block * kBlockM, end = min(begin + kBlockM, static_cast<int>(work.queries_used));
+        const int mine = (work.begin / kBlockN - key_blocks(mask, begin, end, kBlockN).begin) * kWarps;
+        while (ptx::ld_acquire_gpu(arguments.scratch.turns + tile) < mine) {
+        }
+    }
+};
+
+}  // namespace flash_ext::sm100

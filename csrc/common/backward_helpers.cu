@@ -256,7 +256,7 @@ __global__ void __launch_bounds__(kThreads)
     }
 }
 
-// The same from tiles in parts of a warp.
+// The same from tiles in parts of 32 rows.
 __global__ void __launch_bounds__(kThreads)
     backward_postprocess_lanes_kernel(const __grid_constant__ HelperArguments arguments) {
     QueryTile tile;
@@ -277,8 +277,9 @@ __global__ void __launch_bounds__(kThreads)
         if (row >= rows || column >= attention.head_dim) continue;
         uint4 packed{0u, 0u, 0u, 0u};
         if (row < rows_used) {
-            const float4* lane =
-                reinterpret_cast<const float4*>(sums + row / 32 * 32 * shape.tile_columns) + column / 4 * 32 + row % 32;
+            const int part = row / 32 * (shape.tile_columns / shape.part_columns) + column / shape.part_columns;
+            const float4* lane = reinterpret_cast<const float4*>(sums + part * 32 * shape.part_columns) +
+                                 column % shape.part_columns / 4 * 32 + row % 32;
             const float4 low = lane[0], high = lane[32];
             packed = {scaled_pair(attention, low.x, low.y), scaled_pair(attention, low.z, low.w),
                       scaled_pair(attention, high.x, high.y), scaled_pair(attention, high.z, high.w)};
@@ -386,9 +387,9 @@ cudaError_t launch_backward_postprocess(const BackwardParams& params, const Back
     const int64_t tiles = arguments.sequence_heads * arguments.slots;
     if (tiles > 0) {
         const cudaError_t error =
-            launch(shape.tile_columns == 0   ? reinterpret_cast<const void*>(&backward_postprocess_kernel)
-                   : shape.part_columns == 0 ? reinterpret_cast<const void*>(&backward_postprocess_lanes_kernel)
-                                             : reinterpret_cast<const void*>(&backward_postprocess_tiles_kernel),
+            launch(shape.tile_columns == 0 ? reinterpret_cast<const void*>(&backward_postprocess_kernel)
+                   : shape.part_rows == 32 ? reinterpret_cast<const void*>(&backward_postprocess_lanes_kernel)
+                                           : reinterpret_cast<const void*>(&backward_postprocess_tiles_kernel),
                    linear_grid(tiles), arguments, stream);
         if (error != cudaSuccess) return error;
     }

@@ -10,16 +10,17 @@
 namespace flash_ext {
 
 // How a path's kernel wants dQ and the row terms. Rows: as dq_scratch.cuh says, rows of all sequences without a gap.
-// Tiles: each query tile of each head by itself, whole even where its sequence ends, in parts one behind the other, a
-// part as its threads hold it, 4 elements of each, then the next 4: 64 rows x part_columns (columns are the faster) of
-// 128 threads with the accumulator of an m64nN product, or 32 rows x tile_columns of a warp with a row to each lane.
+// Tiles: each query tile of each head by itself, whole even where its sequence ends, parts of part_rows x part_columns
+// one behind the other (columns are the faster), a part as its threads hold it, 4 elements of each, then the next 4: 64
+// rows as a warpgroup holds the accumulator of an m64nN product; 32 rows as a warp holds lanes of tensor memory.
 struct ScratchShape {
     int32_t block_m;       // query rows of a tile
     int32_t tile_columns;  // of dQ that a tile holds, at least head_dim; 0: rows
-    int32_t part_columns;  // 0: parts of a warp
+    int32_t part_columns;
+    int32_t part_rows;
 
-    constexpr ScratchShape(int32_t block_m, int32_t tile_columns = 0, int32_t part_columns = 0)
-        : block_m(block_m), tile_columns(tile_columns), part_columns(part_columns) {}
+    constexpr ScratchShape(int32_t block_m, int32_t tile_columns = 0, int32_t part_columns = 0, int32_t part_rows = 64)
+        : block_m(block_m), tile_columns(tile_columns), part_columns(part_columns), part_rows(part_rows) {}
 };
 
 // Global memory of one backward call, cut from the workspace. Nothing is kept between calls.

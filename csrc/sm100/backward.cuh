@@ -73,6 +73,9 @@
 
 #include <cuda_runtime_api.h>
 #include <stdint.h>
+#include <string.h>
+
+#include <type_traits>
 
 #include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
@@ -82,6 +85,7 @@
 #include "common/backward_helpers.h"
 #include "core/launch.cuh"
 #include "params.h"
+#include "ptx/cluster.cuh"
 #include "ptx/tcgen05.cuh"
 #include "sm100/backward_compute.cuh"
 #include "sm100/backward_products.cuh"
@@ -101,24 +105,32 @@ struct Backward : BackwardShape<kType, kHeadDim, kHeadDimV, kTile, kRich> {
     using Shape = BackwardShape<kType, kHeadDim, kHeadDimV, kTile, kRich>;
     using Shape::kBlockM, Shape::kBlockN, Shape::kStages, Shape::kDoutStages, Shape::kThreads;
     using Shape::kControlOffset, Shape::kSharedMemory;
+    using Shape::kIsPair, Shape::kCtasOfTile, Shape::kKeys, Shape::kQRows;
     using Shape::kReduceGroup, Shape::kComputeGroup, Shape::kSupplyGroup, Shape::kComputeWarps;
     using Shape::kReduceRegisters, Shape::kComputeRegisters, Shape::kSupplyRegisters;
-    using typename Shape::Control;
+    using typename Shape::Control, typename Shape::Transfer;
 
-    static constexpr ScratchShape kScratch{kBlockM, kHeadDim};
+    static constexpr ScratchShape kScratch{kBlockM, kHeadDim, Shape::kDqColumns, 32};
 
     __device__ __forceinline__ static void run(const BackwardArguments& arguments) {
         extern __shared__ __align__(1024) unsigned char smem[];
         Control& control = *reinterpret_cast<Control*>(smem + kControlOffset);
         const int group = uniform(threadIdx.x / 128);
         const int warp = uniform(threadIdx.x / 32 % 4), lane = threadIdx.x % 32;
-        if (threadIdx.x == 0) {
-            init_barriers(arguments, control);
-            control.work = sm90::find_work<kBlockM, kBlockN>(arguments);
+        if (threadIdx.x == 0) init_barriers(arguments, control);
+        if constexpr (kIsPair) {  // the other CTA runs: its shared memory may be written
+            cute::cluster_arrive();
+            cute::cluster_wait();
         }
-        __syncthreads();  // barriers and work are there
+        if (threadIdx.x == 0 && Transfer::rank() == 0) hand_out_work(arguments, control);
+        if constexpr (kIsPair) {  // barriers and work are there
+            cute::cluster_arrive();
+            cute::cluster_wait();
+        } else {
+            __syncthreads();
+        }
         if (control.work.is_empty) return;
-        cute::TMEM::Allocator1Sm allocator;
+        std::conditional_t<kIsPair, cute::TMEM::Allocator2Sm, cute::TMEM::Allocator1Sm> allocator;
         if (group == kSupplyGroup && warp == 0) {
             allocator.allocate(kTensorMemoryColumns, &control.tmem);
             allocator.release_allocation_lock();
@@ -130,7 +142,7 @@ struct Backward : BackwardShape<kType, kHeadDim, kHeadDimV, kTile, kRich> {
         if (group == kSupplyGroup) {
             cutlass::arch::warpgroup_reg_dealloc<kSupplyRegisters>();
             if (warp == 0) {
-                BackwardProducts<Shape>::run(arguments, smem, control);
+                if (Transfer::rank() == 0) BackwardProducts<Shape>::run(arguments, smem, control);
             } else if (warp == 1) {
                 BackwardSupply<Shape>::load_all(arguments, smem, control, lane);
             }
@@ -145,7 +157,11 @@ struct Backward : BackwardShape<kType, kHeadDim, kHeadDimV, kTile, kRich> {
         }
 
         ptx::tcgen05_fence_before_thread_sync();
-        __syncthreads();  // no one reads tensor memory any more
+        __syncthreads();          // no one reads tensor memory any more
+        if constexpr (kIsPair) {  // or writes to the other CTA
+            cute::cluster_arrive();
+            cute::cluster_wait();
+        }
         if (group == kSupplyGroup && warp == 0) {
             ptx::tcgen05_fence_after_thread_sync();
             allocator.free(0, kTensorMemoryColumns);
@@ -184,8 +200,18 @@ struct Backward : BackwardShape<kType, kHeadDim, kHeadDimV, kTile, kRich> {
             error = opt_in.ensure(kernel, context->device, kSharedMemory);
             if (error != cudaSuccess) return error;
             void* kernel_arguments[] = {&arguments};
-            error = cudaLaunchKernel(kernel, linear_grid(heads * tiles), dim3(kThreads), kernel_arguments,
-                                     kSharedMemory, stream);
+            cudaLaunchAttribute cluster;
+            cluster.id = cudaLaunchAttributeClusterDimension;
+            cluster.val.clusterDim = {1, 1, kCtasOfTile};
+            cudaLaunchConfig_t config{};
+            config.gridDim = linear_grid(heads * tiles);
+            config.gridDim.z = kCtasOfTile;  // so that both CTAs of a pair find the same tile
+            config.blockDim = dim3(kThreads);
+            config.dynamicSmemBytes = kSharedMemory;
+            config.stream = stream;
+            config.attrs = &cluster;
+            config.numAttrs = kIsPair ? 1 : 0;
+            error = cudaLaunchKernelExC(&config, kernel, kernel_arguments);
             if (error != cudaSuccess) return error;
         }
         return launch_backward_postprocess(params, arguments.scratch, kScratch, stream);
@@ -197,25 +223,48 @@ struct Backward : BackwardShape<kType, kHeadDim, kHeadDimV, kTile, kRich> {
         cute::prefetch_tma_descriptor(&arguments.k.map);
         cute::prefetch_tma_descriptor(&arguments.v.map);
         cute::prefetch_tma_descriptor(&arguments.dout.map);
-        Barrier::init(&control.k_full, 1);
-        Barrier::init(&control.v_full, 1);
+        Barrier::init(&control.k_full, kCtasOfTile);
+        Barrier::init(&control.v_full, kCtasOfTile);
         Barrier::init(&control.landed, 1);
         for (int i = 0; i < kStages; ++i) {
-            Barrier::init(&control.q_full[i], 1);
+            Barrier::init(&control.q_full[i], kCtasOfTile);
             Barrier::init(&control.q_empty[i], 1);
+            Barrier::init(&control.terms_full[i], 1);
         }
         for (int i = 0; i < kDoutStages; ++i) {
-            Barrier::init(&control.dout_full[i], 1);
+            Barrier::init(&control.dout_full[i], kCtasOfTile);
             Barrier::init(&control.dout_empty[i], 1);
         }
+        if constexpr (kIsPair) {
+            Barrier::init(&control.k_columns_full, 2);
+            Barrier::init(&control.q_columns_full, 2);
+            Barrier::init(&control.q_columns_empty, 1);
+            Barrier::init(&control.dout_columns_full, 2);
+            Barrier::init(&control.dout_columns_empty, 1);
+        }
         Barrier::init(&control.s_full, 1);
-        Barrier::init(&control.p_full, kComputeWarps);
+        Barrier::init(&control.p_full, kComputeWarps * kCtasOfTile);
         Barrier::init(&control.dp_full, 1);
-        Barrier::init(&control.ds_full, kComputeWarps);
+        Barrier::init(&control.ds_full, kComputeWarps * kCtasOfTile);
         Barrier::init(&control.dq_full, 1);
-        Barrier::init(&control.dq_empty, 4);
+        Barrier::init(&control.dq_empty, 4 * kCtasOfTile);
         Barrier::init(&control.sums_full, 1);
         cutlass::arch::fence_barrier_init();
+    }
+
+    // What the tile is, into the shared memory of each of its CTAs: a place from the ticket counter is drawn once.
+    __device__ __forceinline__ static void hand_out_work(const BackwardArguments& arguments, Control& control) {
+        const BackwardWork work = sm90::find_work<kBlockM, kBlockN>(arguments);
+        control.work = work;
+        if constexpr (kIsPair) {
+            uint4 words[(sizeof(BackwardWork) + 15) / 16] = {};
+            memcpy(words, &work, sizeof(work));
+            const uint32_t other = cute::set_block_rank(cute::cast_smem_ptr_to_uint(&control.work), 1);
+#pragma unroll
+            for (int i = 0; i < static_cast<int>(sizeof(words) / 16); ++i) {
+                ptx::st_shared_cluster_v4_b32(other + i * 16, words[i]);
+            }
+        }
     }
 
     static cudaError_t encode_maps(BackwardArguments& arguments) {
@@ -224,10 +273,10 @@ struct Backward : BackwardShape<kType, kHeadDim, kHeadDimV, kTile, kRich> {
         const int32_t q_batch = attention.cu_seqlens_q != nullptr ? 1 : attention.batch;
         const int32_t k_batch = attention.cu_seqlens_k != nullptr ? 1 : attention.batch;
         cudaError_t error = sm90::encode(&arguments.k, attention.k, attention.dtype, k_batch, attention.seqlen_k,
-                                         attention.heads_k, attention.head_dim, kBlockN);
+                                         attention.heads_k, attention.head_dim, kKeys);
         if (error != cudaSuccess) return error;
         error = sm90::encode(&arguments.v, attention.v, attention.dtype, k_batch, attention.seqlen_k, attention.heads_k,
-                             attention.head_dim_v, kBlockN);
+                             attention.head_dim_v, kKeys);
         if (error != cudaSuccess) return error;
         arguments.key_tail_is_garbage = attention.cu_seqlens_k != nullptr || attention.seqused_k != nullptr ||
                                         arguments.k.row_step == 0 || arguments.v.row_step == 0;
@@ -237,10 +286,10 @@ struct Backward : BackwardShape<kType, kHeadDim, kHeadDimV, kTile, kRich> {
             return cudaSuccess;
         }
         error = sm90::encode(&arguments.q, attention.q, attention.dtype, q_batch, attention.seqlen_q, attention.heads_q,
-                             attention.head_dim, kBlockM);
+                             attention.head_dim, kQRows);
         if (error != cudaSuccess) return error;
         error = sm90::encode(&arguments.dout, params.dout, attention.dtype, q_batch, attention.seqlen_q,
-                             attention.heads_q, attention.head_dim_v, kBlockM);
+                             attention.heads_q, attention.head_dim_v, kQRows);
         arguments.query_tail_is_garbage = attention.cu_seqlens_q != nullptr || attention.seqused_q != nullptr ||
                                           arguments.q.row_step == 0 || arguments.dout.row_step == 0;
         return error;

@@ -5,10 +5,12 @@
 #include <stdint.h>
 
 #include <cutlass/arch/barrier.h>
+#include <cute/arch/cluster_sm90.hpp>
 
 #include "core/mask.cuh"
 #include "core/numeric.cuh"
 #include "core/sequence.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/tcgen05.cuh"
 #include "sm100/backward_scores.cuh"
 #include "sm100/backward_shape.cuh"
@@ -21,21 +23,27 @@ template <class Shape>
 struct BackwardCompute : Shape {
     using Shape::kBlockM, Shape::kBlockN, Shape::kHalf, Shape::kStages, Shape::kDataType, Shape::kIsRich;
     using Shape::kHeadDim, Shape::kHeadDimV, Shape::kSColumn, Shape::kDvColumn, Shape::kDkColumn;
+    using Shape::kIsPair, Shape::kKeys;
     using Shape::kTermsOffset, Shape::kTermsBytes, Shape::kDsOffset, Shape::kDsPanelBytes;
-    using typename Shape::Control;
+    using typename Shape::Control, typename Shape::Transfer;
 
     static constexpr int kChunk = kScoresAtOnce;
 
-    // All threads of the warpgroup; half: which queries of a block are theirs; key: 0..127, their row of the tile.
+    // All threads of the warpgroup; half: which queries of a block are theirs; thread: 0..127.
     __device__ __forceinline__ static void run(const BackwardArguments& arguments, unsigned char* smem,
-                                               Control& control, int half, int key) {
+                                               Control& control, int half, int thread) {
         const ForwardParams& attention = arguments.params.attention;
         const volatile BackwardWork& work = control.work;
-        const int lane = key % 32, warp = key / 32;
+        const int lane = thread % 32, warp = thread / 32;
+        const int key = Transfer::rank() * kKeys + thread;  // the row of the tile that is this thread's
         const uint32_t s_tmem = own_lanes(kSColumn + half * kHalf, warp);
         const uint32_t p_tmem = own_lanes(Shape::p_column(half), warp);
         const uint32_t dp_tmem = own_lanes(Shape::dp_column(half), warp);
-        unsigned char* const ds_panel = smem + kDsOffset + half * kDsPanelBytes;
+        const uint32_t ds_tmem = own_lanes(Shape::ds_column(half), warp);
+        // dS of queries 64 h to 64 h + 63 goes into panel h, in a pair into CTA h.
+        unsigned char* const ds_panel = smem + kDsOffset + (kIsPair ? 0 : half * kDsPanelBytes);
+        const uint32_t ds_panel_cluster =
+            kIsPair ? cute::set_block_rank(cute::cast_smem_ptr_to_uint(ds_panel), half) : 0;
         const Mask mask =
             Mask{arguments.bounds, work.keys_used - work.queries_used, work.keys_used}.transposed(work.queries_used);
         KeyRange queries = mask.visible(work.begin + key);  // that see this thread's key
@@ -45,7 +53,7 @@ struct BackwardCompute : Shape {
         // What this thread alone has done becomes visible with its warp's arrival.
         const auto arrive = [&](uint64_t* barrier) {
             __syncwarp();
-            if (lane == 0) Barrier::arrive(barrier);
+            if (lane == 0) Transfer::arrive(barrier);
         };
 
         uint32_t number = 0;
@@ -59,7 +67,7 @@ struct BackwardCompute : Shape {
                 reinterpret_cast<const float4*>(smem + kTermsOffset + stage * kTermsBytes + half * kHalf * 4);
             const float4* const delta = lse + kBlockM / 4;
             float s[kHalf];
-            Barrier::wait(&control.q_full[stage], number / kStages & 1);  // the terms
+            Barrier::wait(&control.terms_full[stage], number / kStages & 1);
             Barrier::wait(&control.s_full, number & 1);
             ptx::tcgen05_fence_after_thread_sync();
 #pragma unroll
@@ -92,6 +100,7 @@ struct BackwardCompute : Shape {
 
             Barrier::wait(&control.dp_full, number & 1);
             ptx::tcgen05_fence_after_thread_sync();
+            uint32_t ds[kHalf / 2];
 #pragma unroll
             for (int column = 0; column < kHalf; column += kChunk) {
                 float dp[kChunk];
@@ -103,17 +112,28 @@ struct BackwardCompute : Shape {
                         dp[i] = rich.kept[column / 32] >> i & 1 ? dp[i] * arguments.dropout_scale : 0.f;
                     }
                 }
-                uint32_t ds[kChunk / 2];
-                make_ds<kDataType>(s + column, dp, ds, delta + column / 4);
-                store_columns<kChunk / 2>(dp_tmem + column / 2, ds);
+                make_ds<kDataType>(s + column, dp, ds + column / 2, delta + column / 4);
 #pragma unroll
-                for (int i = 0; i < kChunk / 8; ++i) {
-                    *reinterpret_cast<uint4*>(ds_panel + sm90::swizzled_chunk(key, column / 8 + i)) = {
-                        ds[4 * i], ds[4 * i + 1], ds[4 * i + 2], ds[4 * i + 3]};
+                for (int i = column / 2; i < (column + kChunk) / 2; i += 4) {
+                    const uint4 words{ds[i], ds[i + 1], ds[i + 2], ds[i + 3]};
+                    const int place = sm90::swizzled_chunk(key, i / 4);
+                    if constexpr (kIsPair) {
+                        ptx::st_shared_cluster_v4_b32(ds_panel_cluster + place, words);
+                    } else {
+                        *reinterpret_cast<uint4*>(ds_panel + place) = words;
+                    }
                 }
             }
+            store_columns<kHalf / 2>(ds_tmem, ds);  // in one go: in a pair over dP that was loaded last
             wait_stores();
-            cutlass::arch::fence_view_async_shared();  // dQ reads dS through the async proxy
+            // dQ reads dS through the async proxy, in a pair that of both CTAs after an arrival at the leader's
+            // barrier.
+            if constexpr (kIsPair) {
+                ptx::fence_proxy_async_shared_cluster();
+                ptx::fence_acq_rel_cluster();
+            } else {
+                cutlass::arch::fence_view_async_shared();
+            }
             ptx::tcgen05_fence_before_thread_sync();
             arrive(&control.ds_full);
         }

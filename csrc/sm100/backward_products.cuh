@@ -15,7 +15,9 @@ namespace flash_ext::sm100 {
 template <class Shape>
 struct BackwardProducts : Shape {
     using Shape::kBlockM, Shape::kBlockN, Shape::kHalf, Shape::kDataType, Shape::kHeadDim, Shape::kHeadDimV;
+    using Shape::kCtasOfTile, Shape::kIsPair, Shape::kKeys, Shape::kQRows;
     using Shape::kDpIsOverS, Shape::kDqIsApart, Shape::kDqIsOverS;
+    using Shape::kKColumnsOffset, Shape::kQColumnsOffset, Shape::kDoutColumnsOffset;
     using Shape::kSColumn, Shape::kDvColumn, Shape::kDkColumn, Shape::kDqColumn;
     using Shape::kStages, Shape::kDoutStages, Shape::kQBytes, Shape::kDoutBytes, Shape::kDsPanelBytes;
     using Shape::kVOffset, Shape::kQOffset, Shape::kDoutOffset, Shape::kDsOffset;
@@ -28,27 +30,35 @@ struct BackwardProducts : Shape {
     static constexpr uint32_t kAIsMnMajor = 1u << 15;  // PTX ISA 9.7.16.4.2
     static constexpr uint32_t kDqShape = instruction_descriptor<kDataType, kBlockM, kHeadDim, true>() | kAIsMnMajor;
 
-    // One warp.
+    // One warp; of a pair, the leader's.
     __device__ __forceinline__ static void run(const BackwardArguments& arguments, unsigned char* smem,
                                                Control& control) {
         const uint32_t smem_address = cute::cast_smem_ptr_to_uint(smem);
-        const uint32_t q_address = smem_address + kQOffset, dout_address = smem_address + kDoutOffset;
-        // K-major, as A and B of the scores; their panels are 128 rows high.
+        // K-major, as A and B of the scores.
         const uint32_t k_rows = panel_descriptor(smem_address, 16);
         const uint32_t v_rows = panel_descriptor(smem_address + kVOffset, 16);
-        const uint32_t q_rows = panel_descriptor(q_address, 16);
-        const uint32_t dout_rows = panel_descriptor(dout_address, 16);
+        const uint32_t q_rows = panel_descriptor(smem_address + kQOffset, 16);
+        const uint32_t dout_rows = panel_descriptor(smem_address + kDoutOffset, 16);
         // MN-major, as B of dK, dV and dQ, and as A of dQ.
-        const uint32_t q_columns = panel_descriptor(q_address, kBlockM * kPanelRowBytes);
-        const uint32_t dout_columns = panel_descriptor(dout_address, kBlockM * kPanelRowBytes);
-        const uint32_t k_columns = panel_descriptor(smem_address, kBlockN * kPanelRowBytes);
+        const uint32_t q_columns =
+            panel_descriptor(smem_address + (kIsPair ? kQColumnsOffset : kQOffset), kBlockM * kPanelRowBytes);
+        const uint32_t dout_columns =
+            panel_descriptor(smem_address + (kIsPair ? kDoutColumnsOffset : kDoutOffset), kBlockM * kPanelRowBytes);
+        const uint32_t k_columns =
+            panel_descriptor(smem_address + (kIsPair ? kKColumnsOffset : 0), kBlockN * kPanelRowBytes);
         const uint32_t ds_columns = panel_descriptor(smem_address + kDsOffset, kDsPanelBytes);
 
         const QueryWalk walk(arguments.params.attention, control.work);
         const uint32_t steps = uniform(walk.left);
         if (walk.left <= 0) return;
 
-        const auto commit = [](uint64_t* barrier) { ptx::tcgen05_commit(cute::cast_smem_ptr_to_uint(barrier)); };
+        const auto commit = [](uint64_t* barrier) {
+            if constexpr (kIsPair) {
+                ptx::tcgen05_commit_multicast(cute::cast_smem_ptr_to_uint(barrier), 0b11);
+            } else {
+                ptx::tcgen05_commit(cute::cast_smem_ptr_to_uint(barrier));
+            }
+        };
         const auto wait = [](uint64_t* barrier, uint32_t phase) {
             Barrier::wait(barrier, phase & 1);
             ptx::tcgen05_fence_after_thread_sync();
@@ -63,10 +73,11 @@ struct BackwardProducts : Shape {
             if (cute::elect_one_sync()) {
 #pragma unroll
                 for (int step = 0; step < kHeadDim / 16; ++step) {
-                    ptx::tcgen05_mma_f16_ss<1>(kSColumn, whole_descriptor(k_rows + sm90::column_step(step, kBlockN)),
-                                               whole_descriptor(q + sm90::column_step(step, kBlockM)), kSShape,
-                                               step > 0);
+                    ptx::tcgen05_mma_f16_ss<kCtasOfTile>(
+                        kSColumn, whole_descriptor(k_rows + sm90::column_step(step, kKeys)),
+                        whole_descriptor(q + sm90::column_step(step, kQRows)), kSShape, step > 0);
                 }
+                if (kIsPair) commit(&control.q_empty[stage_of(number)]);
                 commit(&control.s_full);
             }
             __syncwarp();
@@ -76,8 +87,9 @@ struct BackwardProducts : Shape {
             const uint32_t dout = dout_rows + dout_stage_of(number) * (kDoutBytes >> 4) + (first * kPanelRowBytes >> 4);
 #pragma unroll
             for (int step = 0; step < kHeadDimV / 16; ++step) {
-                ptx::tcgen05_mma_f16_ss<1>(column, whole_descriptor(v_rows + sm90::column_step(step, kBlockN)),
-                                           whole_descriptor(dout + sm90::column_step(step, kBlockM)), shape, step > 0);
+                ptx::tcgen05_mma_f16_ss<kCtasOfTile>(column, whole_descriptor(v_rows + sm90::column_step(step, kKeys)),
+                                                     whole_descriptor(dout + sm90::column_step(step, kQRows)), shape,
+                                                     step > 0);
             }
         };
         // What of dP does not have to wait for P.
@@ -88,6 +100,7 @@ struct BackwardProducts : Shape {
                     multiply_dp(number, Shape::dp_column(0), 0, kHalfShape);
                 } else {
                     multiply_dp(number, Shape::dp_column(0), 0, kSShape);
+                    if (kIsPair) commit(&control.dout_empty[dout_stage_of(number)]);
                     commit(&control.dp_full);
                 }
             }
@@ -95,8 +108,9 @@ struct BackwardProducts : Shape {
         };
         // dV += P^T dO
         const auto issue_dv = [&](uint32_t number) {
+            if (kIsPair) wait(&control.dout_columns_full, number);
             wait(&control.p_full, number);
-            const uint32_t dout = dout_columns + dout_stage_of(number) * (kDoutBytes >> 4);
+            const uint32_t dout = dout_columns + (kIsPair ? 0 : dout_stage_of(number) * (kDoutBytes >> 4));
             if (cute::elect_one_sync()) {
                 if constexpr (kDpIsOverS) {
                     multiply_dp(number, Shape::dp_column(1), kHalf, kHalfShape);
@@ -104,34 +118,37 @@ struct BackwardProducts : Shape {
                 }
 #pragma unroll
                 for (int step = 0; step < kBlockM / 16; ++step) {
-                    ptx::tcgen05_mma_f16_ts<1>(kDvColumn, Shape::p_column(step / 4) + step % 4 * 8,
-                                               whole_descriptor(dout + sm90::row_step(step)), kDvShape,
-                                               number > 0 || step > 0);
+                    ptx::tcgen05_mma_f16_ts<kCtasOfTile>(kDvColumn, Shape::p_column(step / 4) + step % 4 * 8,
+                                                         whole_descriptor(dout + sm90::row_step(step)), kDvShape,
+                                                         number > 0 || step > 0);
                 }
-                commit(&control.dout_empty[dout_stage_of(number)]);
+                commit(kIsPair ? &control.dout_columns_empty : &control.dout_empty[dout_stage_of(number)]);
             }
             __syncwarp();
         };
         // dK += dS^T Q, dQ = dS K
         const auto issue_dk_dq = [&](uint32_t number) {
+            if (kIsPair) wait(&control.q_columns_full, number);
             wait(&control.ds_full, number);
-            const uint32_t q = q_columns + stage_of(number) * (kQBytes >> 4);
+            const uint32_t q = q_columns + (kIsPair ? 0 : stage_of(number) * (kQBytes >> 4));
             if (cute::elect_one_sync()) {
 #pragma unroll
                 for (int step = 0; step < kBlockM / 16; ++step) {
-                    ptx::tcgen05_mma_f16_ts<1>(kDkColumn, Shape::dp_column(step / 4) + step % 4 * 8,
-                                               whole_descriptor(q + sm90::row_step(step)), kDkShape,
-                                               number > 0 || step > 0);
+                    ptx::tcgen05_mma_f16_ts<kCtasOfTile>(kDkColumn, Shape::ds_column(step / 4) + step % 4 * 8,
+                                                         whole_descriptor(q + sm90::row_step(step)), kDkShape,
+                                                         number > 0 || step > 0);
                 }
-                commit(&control.q_empty[stage_of(number)]);
+                commit(kIsPair ? &control.q_columns_empty : &control.q_empty[stage_of(number)]);
             }
             __syncwarp();
             if (kDqIsApart && number > 0) wait(&control.dq_empty, number - 1);
+            if (kIsPair && number == 0) wait(&control.k_columns_full, 0);
             if (cute::elect_one_sync()) {
 #pragma unroll
                 for (int step = 0; step < kBlockN / 16; ++step) {
-                    ptx::tcgen05_mma_f16_ss<1>(kDqColumn, whole_descriptor(ds_columns + sm90::row_step(step)),
-                                               whole_descriptor(k_columns + sm90::row_step(step)), kDqShape, step > 0);
+                    ptx::tcgen05_mma_f16_ss<kCtasOfTile>(kDqColumn, whole_descriptor(ds_columns + sm90::row_step(step)),
+                                                         whole_descriptor(k_columns + sm90::row_step(step)), kDqShape,
+                                                         step > 0);
                 }
                 commit(&control.dq_full);
             }

@@ -1,5 +1,6 @@
-// The warpgroup of the sm100 backward that adds dQ to the scratch. A warp has 32 rows and goes its own way: tensor
-// memory -> registers -> shared memory -> bulk reduction, 32 columns at a time.
+// The warpgroup of the sm100 backward that adds dQ to the scratch. A warp has 32 rows (in a pair, 32 of the CTA's 64,
+// and half of their columns) and goes its own way: tensor memory -> registers -> shared memory -> bulk reduction, 32
+// columns at a time.
 #pragma once
 
 #include <stdint.h>
@@ -19,50 +20,52 @@ namespace flash_ext::sm100 {
 template <class Shape>
 struct BackwardReduce : Shape {
     using Shape::kBlockM, Shape::kBlockN, Shape::kHeadDim, Shape::kDqColumn, Shape::kDqOffset;
+    using Shape::kCtasOfTile, Shape::kDqColumns;
     using Shape::kSlices, Shape::kSliceColumns, Shape::kSliceBytes, Shape::kSliceBuffers;
-    using typename Shape::Control;
+    using typename Shape::Control, typename Shape::Transfer;
 
-    static constexpr int kWarps = 4;
+    static constexpr int kAtOnce = 2;  // slices in registers
+    static_assert(kSliceBuffers == 1 || kSliceBuffers == 2);
+    static constexpr int kWarps = 4 * kCtasOfTile;  // that add to a query tile
 
-    // One warp, of rows 32 warp to 32 warp + 31.
+    // One warp. PTX ISA 9.7.16.10.5: M 128 of a pair has 64 rows in each CTA, and the upper half of their columns in
+    // lanes 64-127.
     __device__ __forceinline__ static void run(const BackwardArguments& arguments, unsigned char* smem,
                                                Control& control, int warp, int lane) {
         const volatile BackwardWork& work = control.work;
         const bool deterministic = arguments.scratch.turns != nullptr;
         const uint32_t dq_tmem = own_lanes(kDqColumn, warp);
         unsigned char* const slices_smem = smem + kDqOffset + warp * kSliceBuffers * kSliceBytes;
+        const int part_number = kCtasOfTile == 1 ? warp : (Transfer::rank() * 2 + warp % 2) * 2 + warp / 2;
         uint32_t phase = 0, buffer = 0;
 #pragma unroll 1
         for (QueryWalk walk(arguments.params.attention, work); walk.left > 0; walk.advance()) {
             const int64_t tile = sm90::scratch_tile(arguments, work, walk.head, walk.block);
-            float* const part = arguments.scratch.dq + tile * (kBlockM * kHeadDim) + warp * (32 * kHeadDim);
+            float* const part = arguments.scratch.dq + tile * (kBlockM * kHeadDim) + part_number * (32 * kDqColumns);
             Barrier::wait(&control.dq_full, phase);
             phase ^= 1;
             ptx::tcgen05_fence_after_thread_sync();
 #pragma unroll
-            for (int begin = 0; begin < kSlices; begin += kSliceBuffers) {
-                // As many slices as there are buffers go through registers at once: dQ is handed back before the last
-                // of them wait for the bulk reductions of the slices before.
-                constexpr int kBuffers = kSliceBuffers;
-                uint32_t dq[kBuffers][kSliceColumns];
+            for (int begin = 0; begin < kSlices; begin += kAtOnce) {
+                // dQ is handed back before its last slices wait for the bulk reductions of the ones before.
+                uint32_t dq[kAtOnce][kSliceColumns];
 #pragma unroll
-                for (int i = 0; i < kBuffers; ++i) {
+                for (int i = 0; i < kAtOnce; ++i) {
                     if (begin + i < kSlices) load_columns<kSliceColumns>(dq[i], dq_tmem + (begin + i) * kSliceColumns);
                 }
                 wait_loads();
-                if (begin + kBuffers >= kSlices) {
+                if (begin + kAtOnce >= kSlices) {
                     ptx::tcgen05_fence_before_thread_sync();
                     __syncwarp();
-                    if (lane == 0) Barrier::arrive(&control.dq_empty);
+                    if (lane == 0) Transfer::arrive(&control.dq_empty);
                 }
 #pragma unroll
-                for (int i = 0; i < kBuffers; ++i) {
+                for (int i = 0; i < kAtOnce; ++i) {
                     if (begin + i >= kSlices) continue;
-                    if (lane == 0) cute::tma_store_wait<kBuffers - 1>();  // what this buffer held has been read
+                    if (lane == 0) cute::tma_store_wait<kSliceBuffers - 1>();  // what this buffer held has been read
                     __syncwarp();
                     unsigned char* const slice_smem = slices_smem + buffer * kSliceBytes;
-                    buffer ^= 1;
-                    static_assert(kBuffers == 2);
+                    if (kSliceBuffers == 2) buffer ^= 1;
 #pragma unroll
                     for (int j = 0; j < kSliceColumns / 4; ++j) {
                         reinterpret_cast<uint4*>(slice_smem)[j * 32 + lane] = {dq[i][4 * j], dq[i][4 * j + 1],

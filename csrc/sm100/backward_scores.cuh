@@ -135,8 +135,8 @@ __device__ __forceinline__ RichKey make_rich(const BackwardArguments& arguments,
 
 // s, P of some queries (times what the derivative of the softcap makes of it), and dP become dS, packed.
 template <DataType kDataType>
-__device__ __forceinline__ void make_ds(const float* s, const float (&dp)[kScoresAtOnce],
-                                        uint32_t (&ds)[kScoresAtOnce / 2], const float4* delta) {
+__device__ __forceinline__ void make_ds(const float* s, const float (&dp)[kScoresAtOnce], uint32_t* ds,
+                                        const float4* delta) {
 #pragma unroll
     for (int i = 0; i < kScoresAtOnce; i += 4) {
         const float4 terms = delta[i / 4];

@@ -7,95 +7,130 @@
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "sm100/backward_shape.cuh"
+#include "sm100/pair.cuh"
 #include "sm90/tensor_map.cuh"
 
 namespace flash_ext::sm100 {
 
 template <class Shape>
 struct BackwardSupply : Shape {
-    using Shape::kBlockM, Shape::kBlockN, Shape::kStages, Shape::kDoutStages;
-    using Shape::kPanels, Shape::kPanelsV, Shape::kQBytes, Shape::kDoutBytes, Shape::kTermsBytes;
+    using Shape::kBlockM, Shape::kBlockN, Shape::kStages, Shape::kDoutStages, Shape::kIsPair, Shape::kKeys;
+    using Shape::kKColumnsOffset, Shape::kQColumnsOffset, Shape::kDoutColumnsOffset;
+    using Shape::kPanels, Shape::kPanelsV, Shape::kHalfPanels, Shape::kHalfPanelsV, Shape::kQRows;
+    using Shape::kQBytes, Shape::kDoutBytes, Shape::kTermsBytes;
     using Shape::kVOffset, Shape::kQOffset, Shape::kDoutOffset, Shape::kTermsOffset;
-    using typename Shape::Control;
+    using typename Shape::Control, typename Shape::Transfer;
 
     // One warp.
     __device__ __forceinline__ static void load_all(const BackwardArguments& arguments, unsigned char* smem,
                                                     Control& control, int lane) {
         const ForwardParams& attention = arguments.params.attention;
         const volatile BackwardWork& work = control.work;
+        const int rank = Transfer::rank();
         uint32_t landed_phase = 0;
         QueryWalk walk(attention, work);
         if (walk.left <= 0) return;
 
         // A tile of kRows rows, of which `rows` count. With a tail of garbage it lands at a barrier of its own and is
         // handed on with zeros there.
-        const auto load = [&]<int kRows, int kTilePanels>(const sm90::TensorMap& tensor, uint64_t* full,
-                                                          unsigned char* tile_smem, int row, int head, int rows,
-                                                          bool tail_is_garbage) {
-            const bool has_garbage = tail_is_garbage && rows < kRows;
-            uint64_t* const barrier = has_garbage ? &control.landed : full;
-            if (lane == 0) {
-                TransactionBarrier::arrive_and_expect_tx(barrier, kTilePanels * kRows * kPanelRowBytes);
-                copy_tile<kRows, kTilePanels>(tensor, barrier, tile_smem, row, head, work.batch);
+        const auto load = [&]<int kRows, int kBoxRows, int kTilePanels>(const sm90::TensorMap& tensor, uint64_t* full,
+                                                                        int offset, int row, int head, int rows,
+                                                                        bool tail_is_garbage, int first_column) {
+            unsigned char* const tile_smem = smem + offset;
+            if (!tail_is_garbage || rows >= kRows) {
+                if (lane == 0) {
+                    copy_tile<Transfer, kRows, kBoxRows, kTilePanels>(tensor, full, tile_smem, row, head, work.batch,
+                                                                      first_column);
+                }
+                return;
             }
-            if (!has_garbage) return;
+            if (lane == 0) {
+                copy_tile<sm90::LocalTransfer, kRows, kBoxRows, kTilePanels>(tensor, &control.landed, tile_smem, row,
+                                                                             head, work.batch, first_column);
+            }
             Barrier::wait(&control.landed, landed_phase);
             landed_phase ^= 1;
-            clear_tail<kRows, kTilePanels>(tile_smem, rows, lane);
+            clear_tail<kRows, kTilePanels>(tile_smem, max(rows, 0), lane);
             cutlass::arch::fence_view_async_shared();  // the products read through the async proxy
             __syncwarp();
-            if (lane == 0) Barrier::arrive(full);
+            if (lane == 0) Transfer::arrive(full);
+        };
+        // Keys from `first` on of the tile.
+        const auto load_keys = [&]<int kRows, int kTilePanels>(const sm90::TensorMap& tensor, uint64_t* full,
+                                                               int offset, int first, int first_column) {
+            load.template operator()<kRows, kKeys, kTilePanels>(
+                tensor, full, offset, work.keys_start + work.begin + first, work.head_k, work.rows_used - first,
+                arguments.key_tail_is_garbage, first_column);
         };
 
-        load.template operator()<kBlockN, kPanels>(arguments.k, &control.k_full, smem, work.keys_start + work.begin,
-                                                   work.head_k, work.rows_used, arguments.key_tail_is_garbage);
+        load_keys.template operator()<kKeys, kPanels>(arguments.k, &control.k_full, 0, rank * kKeys, 0);
         uint32_t number = 0;  // of the step
 #pragma unroll 1
         for (; walk.left > 0; walk.advance()) {
-            const int first = walk.block * kBlockM, rows = work.queries_used - first;
-            const int row = work.queries_start + first;
+            // Queries from `first` on of the block.
+            const auto load_queries = [&]<int kRows, int kTilePanels>(const sm90::TensorMap& tensor, uint64_t* full,
+                                                                      int offset, int first, int first_column) {
+                const int row = walk.block * kBlockM + first;
+                load.template operator()<kRows, kQRows, kTilePanels>(tensor, full, offset, work.queries_start + row,
+                                                                     walk.head, work.queries_used - row,
+                                                                     arguments.query_tail_is_garbage, first_column);
+            };
             const uint32_t stage = number % kStages, phase = number / kStages & 1;
             Barrier::wait(&control.q_empty[stage], phase ^ 1);
+            load_queries.template operator()<kQRows, kPanels>(arguments.q, &control.q_full[stage],
+                                                              kQOffset + stage * kQBytes, rank * kQRows, 0);
+            // In a pair q_empty says that S has been made; that the terms of kStages steps ago are not needed any more
+            // is known from q_columns_empty, which was waited for in the step before.
             if (lane == 0) {
-                TransactionBarrier::expect_transaction(&control.q_full[stage], kTermsBytes);
+                TransactionBarrier::arrive_and_expect_tx(&control.terms_full[stage], kTermsBytes);
                 cute::SM90_BULK_COPY_G2S::copy(
                     arguments.scratch.row_terms + sm90::scratch_tile(arguments, work, walk.head, walk.block) * kBlockM,
-                    &control.q_full[stage], smem + kTermsOffset + stage * kTermsBytes, kTermsBytes);
+                    &control.terms_full[stage], smem + kTermsOffset + stage * kTermsBytes, kTermsBytes);
             }
-            load.template operator()<kBlockM, kPanels>(arguments.q, &control.q_full[stage],
-                                                       smem + kQOffset + stage * kQBytes, row, walk.head, rows,
-                                                       arguments.query_tail_is_garbage);
             if (number == 0) {
-                load.template operator()<kBlockN, kPanelsV>(arguments.v, &control.v_full, smem + kVOffset,
-                                                            work.keys_start + work.begin, work.head_k, work.rows_used,
-                                                            arguments.key_tail_is_garbage);
+                load_keys.template operator()<kKeys, kPanelsV>(arguments.v, &control.v_full, kVOffset, rank * kKeys, 0);
             }
             const uint32_t dout_stage = number % kDoutStages, dout_phase = number / kDoutStages & 1;
             Barrier::wait(&control.dout_empty[dout_stage], dout_phase ^ 1);
-            load.template operator()<kBlockM, kPanelsV>(arguments.dout, &control.dout_full[dout_stage],
-                                                        smem + kDoutOffset + dout_stage * kDoutBytes, row, walk.head,
-                                                        rows, arguments.query_tail_is_garbage);
+            load_queries.template operator()<kQRows, kPanelsV>(arguments.dout, &control.dout_full[dout_stage],
+                                                               kDoutOffset + dout_stage * kDoutBytes, rank * kQRows, 0);
+            if constexpr (kIsPair) {
+                static_assert(kStages == 2);
+                Barrier::wait(&control.dout_columns_empty, number & 1 ^ 1);
+                load_queries.template operator()<kBlockM, kHalfPanelsV>(arguments.dout, &control.dout_columns_full,
+                                                                        kDoutColumnsOffset, 0,
+                                                                        rank * kHalfPanelsV * kPanelColumns);
+                Barrier::wait(&control.q_columns_empty, number & 1 ^ 1);
+                load_queries.template operator()<kBlockM, kHalfPanels>(
+                    arguments.q, &control.q_columns_full, kQColumnsOffset, 0, rank * kHalfPanels * kPanelColumns);
+                if (number == 0) {
+                    load_keys.template operator()<kBlockN, kHalfPanels>(
+                        arguments.k, &control.k_columns_full, kKColumnsOffset, 0, rank * kHalfPanels * kPanelColumns);
+                }
+            }
             ++number;
         }
     }
 
   private:
-    // One thread: starts the copies of kRows rows into shared memory.
-    template <int kRows, int kTilePanels>
+    // One thread: starts the copies of kRows rows into shared memory, in boxes of kBoxRows; their bytes arrive at the
+    // barrier.
+    template <class Reports, int kRows, int kBoxRows, int kTilePanels>
     __device__ __forceinline__ static void copy_tile(const sm90::TensorMap& tensor, uint64_t* barrier,
-                                                     unsigned char* tile_smem, int row, int head, int batch) {
+                                                     unsigned char* tile_smem, int row, int head, int batch,
+                                                     int first_column) {
         constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+        Reports::expect(barrier, kTilePanels * kRows * kPanelRowBytes);
         const int head_coordinate = head * tensor.head_step, batch_coordinate = batch * tensor.batch_step;
         const bool has_rows = tensor.row_step != 0;  // else all rows are one, and a box has one row
-        const int boxes = has_rows ? 1 : kRows;
-        if (!has_rows) row = 0;
+        const int box_rows = has_rows ? kBoxRows : 1;
 #pragma unroll 1
-        for (int i = 0; i < boxes; ++i) {
+        for (int i = 0; i < kRows; i += box_rows) {
 #pragma unroll
             for (int panel = 0; panel < kTilePanels; ++panel) {
-                cute::SM90_TMA_LOAD_4D::copy(&tensor.map, barrier, kHint,
-                                             tile_smem + (panel * kRows + i) * kPanelRowBytes, panel * kPanelColumns,
-                                             row, head_coordinate, batch_coordinate);
+                Reports::Copy::copy(&tensor.map, barrier, kHint, tile_smem + (panel * kRows + i) * kPanelRowBytes,
+                                    first_column + panel * kPanelColumns, has_rows ? row + i : 0, head_coordinate,
+                                    batch_coordinate);
             }
         }
     }

@@ -189,7 +189,8 @@ def _any_attention(
     if (head_dim % 8 or last % 8) and head_dim <= MAX_HEAD_DIM and last <= MAX_HEAD_DIM:
         tensors = _pad_head_dims(packing, tensors)
         head_dim_v = last
-        options.setdefault("softmax_scale", 1.0 / math.sqrt(head_dim))
+        if "softmax_scale" not in options:  # not setdefault, which torch 2.4 cannot trace
+            options["softmax_scale"] = 1.0 / math.sqrt(head_dim)
 
     if _is_compiling():  # the operator's fake checks
         q, k, v = unpack(packing, tensors)

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENTS = ("3.10=torch==2.4.1", "3.11=torch==2.10.0", "3.12=torch==2.13.0", "3.13=torch==2.13.0")
 # What the tests read of the checkout; flash_ext itself stays out.
 TREE = ("tests", "cmake", "csrc", "pyproject.toml", "README.md")
-TEST_REQUIREMENTS = ("pytest", "pytest-timeout", "hypothesis", "numpy", "rich>=13")
+TEST_REQUIREMENTS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "numpy", "rich>=13")
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,11 @@ def try_environment(environment: Environment, wheel: Path, folder: Path, tests: 
             shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
         else:
             shutil.copy2(source, tree / name)
-    run([python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--path", "cpu", *tests], tree, everything)
+    run(
+        [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "auto", "--path", "cpu", *tests],
+        tree,
+        everything,
+    )
 
 
 def main() -> int:

@@ -83,6 +83,8 @@ def cases(draw: st.DrawFn, path: Path, direction: str) -> Case:
     between = option("seqused", st.integers(0, 70), 0)
     slack = (draw(st.integers(0, 150)), between, draw(st.integers(0, 150))) if varlen else (0, between, 0)
     bound = st.integers(-1, 5) | st.integers(-1, 300)
+    # Not subnormal: libraries of torch 2.4 set the processor to flush such numbers, and then hypothesis draws none.
+    any_scale = st.floats(-0.5, 0.5, allow_subnormal=False)
     case = Case(
         lengths_q=lengths_q,
         lengths_k=lengths_k,
@@ -99,7 +101,7 @@ def cases(draw: st.DrawFn, path: Path, direction: str) -> Case:
         dropout_p=option("dropout", st.floats(0.001, 0.95), 0.0),
         softmax_scale=draw(st.none() | st.floats(0.01, 0.5))
         if not path.supports(direction, dtype, head_dims, {"general_scale"})
-        else draw(st.none() | st.floats(-0.5, 0.5)),
+        else draw(st.none() | any_scale),
         deterministic=option("deterministic", st.just(True), False),
         hints=draw(st.sampled_from(["exact", "none", "short"])),
         layouts=tuple(

@@ -29,7 +29,7 @@ ARG FLASH_EXT_JOBS=
 RUN SOURCE_DATE_EPOCH=$(git log -1 --format=%ct) \
  && export SOURCE_DATE_EPOCH FLASH_EXT_PATHS FLASH_EXT_PYTHONS FLASH_EXT_JOBS \
  && /home/builder/venv/bin/python -m pip wheel --no-deps --no-build-isolation --wheel-dir build/wheel . \
- && auditwheel repair --plat manylinux_2_28_x86_64 --wheel-dir dist build/wheel/*.whl
+ && auditwheel repair --only-plat --plat manylinux_2_28_x86_64 --wheel-dir dist build/wheel/*.whl
 
 FROM scratch AS wheel
 COPY --from=build /home/builder/flash_ext/dist/ /

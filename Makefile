@@ -1,7 +1,7 @@
 # The commands of this project; `make help` lists them. Each makes the virtual environment it needs (.venv).
 #
-# Settings, all optional: FLASH_EXT_TORCH, FLASH_EXT_PATHS, FLASH_EXT_PYTHONS, FLASH_EXT_JOBS, FLASH_EXT_LINEINFO, CUDA_HOME,
-# CUTLASS_PATH (README.md), PYTHON (the interpreter of .venv), PYTEST_ARGS.
+# Settings, all optional: FLASH_EXT_TORCH, FLASH_EXT_PATHS, FLASH_EXT_PYTHONS, FLASH_EXT_JOBS, FLASH_EXT_LINEINFO,
+# FLASH_EXT_GLIBC, CUDA_HOME, CUTLASS_PATH (README.md), PYTHON (the interpreter of .venv), PYTEST_ARGS.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -e -o pipefail -c
@@ -66,15 +66,16 @@ build: $(STAMPS)/dev cuda ## Build flash_ext._C and the libraries in place
 	$(call run,$(BIN)/python setup.py --quiet build_ext --inplace,build)
 
 # The wheel holds times of files: the commit's, so that a commit has one wheel. auditwheel refuses what other machines
-# lack, and names the oldest glibc that serves.
+# lack, and what a system with glibc 2.28 lacks.
 .PHONY: wheel
 wheel: export SOURCE_DATE_EPOCH := $(or $(SOURCE_DATE_EPOCH),$(shell git log -1 --format=%ct 2>/dev/null),1577836800)
+wheel: export FLASH_EXT_GLIBC := $(or $(FLASH_EXT_GLIBC),2.28)
 wheel: build ## Build a wheel into dist/, for the Python of .venv or for FLASH_EXT_PYTHONS=3.10,3.11,3.12,3.13
 	$(call say,wheel: pip wheel)
 	@rm -rf build/wheel
 	$(call run,$(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheel .,wheel)
 	$(call say,wheel: auditwheel)
-	$(call run,PATH="$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl,auditwheel)
+	$(call run,PATH="$(BIN):$$PATH" $(BIN)/auditwheel repair --only-plat --plat manylinux_$(subst .,_,$(FLASH_EXT_GLIBC))_x86_64 --wheel-dir dist build/wheel/*.whl,auditwheel)
 	@ls -l dist/*.whl
 
 # Editable, because `python -m flash_ext` from here imports the checkout anyway. The build comes first, on its own: pip

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import generate
+import glibc
 import report
 import toolchain
 from cmake_ninja import configure, run_ninja
@@ -78,10 +79,14 @@ def build(options: Options, force: bool = False) -> dict[str, Path]:
     """
     start = time.perf_counter()
     with exclusive(BUILD_DIR):
+        if options.glibc:
+            glibc.write_stubs(options.glibc, stubs_dir(options), cxx_command())
         results = build_libraries(options, force) if options.paths else {}
         for python in toolchain.read_pythons() or [toolchain.running_python()]:
             module = build_binding(options, force, python)
             results[module.name] = module
+        for file in results.values() if options.glibc else ():
+            glibc.check_imports(file, options.glibc)
     print(f"flash_ext: built {', '.join(results)} in {time.perf_counter() - start:.0f} s", flush=True)
     return results
 
@@ -147,6 +152,7 @@ def build_libraries(options: Options, force: bool) -> dict[str, Path]:
             "FLASH_EXT_LINEINFO": "ON" if options.lineinfo else "OFF",
             "FLASH_EXT_CUDA_INCLUDE": tools.cuda_include,
             "FLASH_EXT_CUDART": tools.cudart,
+            "FLASH_EXT_GLIBC_STUBS": str(stubs_dir(options)) if options.glibc else "",
         },
     )
     run_ninja(cmake_dir, options.jobs, force, seconds_of_unit)
@@ -220,6 +226,7 @@ def build_binding(options: Options, force: bool, python: Python) -> Path:
             "FLASH_EXT_COMPONENT": "binding",
             "FLASH_EXT_PYTHON": python.executable,
             "pybind11_DIR": pybind11.get_cmake_dir(),
+            "FLASH_EXT_GLIBC_STUBS": str(stubs_dir(options)) if options.glibc else "",
         },
     )
     run_ninja(folder, options.jobs, force)
@@ -232,17 +239,36 @@ def build_info(options: Options, compiler: str) -> dict[str, Any]:
         "version": read_version(),
         "commit": read_commit(),
         "compiler": compiler,
-        "options": {"paths": list(options.paths), "lineinfo": options.lineinfo},
+        "options": {
+            "paths": list(options.paths),
+            "lineinfo": options.lineinfo,
+            "glibc": ".".join(map(str, options.glibc)),
+        },
     }
 
 
+def stubs_dir(options: Options) -> Path:
+    """Where the stubs of an older glibc lie."""
+    return BUILD_DIR / "toolchain" / f"glibc-{'.'.join(map(str, options.glibc))}"
+
+
+def cxx_command() -> list[str]:
+    """The C++ compiler that CMake takes."""
+    return find_cxx()[0]
+
+
 def cxx_version() -> str:
-    """First line of the C++ compiler's ``--version``: the one CMake takes."""
+    """First line of its ``--version``."""
+    return find_cxx()[1]
+
+
+def find_cxx() -> tuple[list[str], str]:
+    """The first C++ compiler that runs, and the first line it prints for ``--version``."""
     commands = [shlex.split(os.environ["CXX"])] if os.environ.get("CXX") else [["c++"], ["g++"], ["clang++"]]
     for command in commands:
         with contextlib.suppress(OSError, subprocess.CalledProcessError, IndexError):
             result = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
-            return result.stdout.splitlines()[0]
+            return command, result.stdout.splitlines()[0]
     raise BuildError("no C++17 compiler was found; install g++ or clang++, or set CXX")
 
 

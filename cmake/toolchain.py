@@ -33,6 +33,7 @@ CUTLASS_SHA256 = "f9599ada45c7bcb6bf53f7d3f0a7d154183e53451c01bfa59eecd37dd4a693
 CUTLASS_PREFIX = "cutlass_library/source/include/"
 
 MINIMUM_PYTHON = (3, 10)
+MINIMUM_GLIBC = (2, 17)  # of the oldest distributions that PyPI's CPython wheels serve
 # Run by an interpreter of FLASH_EXT_PYTHONS, whatever its age.
 DESCRIBE_PYTHON = (
     "import json, sys, sysconfig as s; print(json.dumps(dict(version=list(sys.version_info[:2]), "
@@ -86,11 +87,14 @@ class Options:
         Compilers that run at once.
     lineinfo : bool
         Whether kernels carry source lines for profilers; triples the size of the machine code.
+    glibc : tuple of int
+        The oldest glibc that what is built runs with, e.g. ``(2, 28)``; empty: this machine's.
     """
 
     paths: tuple[str, ...]
     jobs: int
     lineinfo: bool
+    glibc: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,7 @@ class Toolchain:
 
 
 def read_options(environment: Mapping[str, str] = os.environ) -> Options:
-    """Read FLASH_EXT_PATHS, FLASH_EXT_JOBS and FLASH_EXT_LINEINFO.
+    """Read FLASH_EXT_PATHS, FLASH_EXT_JOBS, FLASH_EXT_LINEINFO and FLASH_EXT_GLIBC.
 
     Raises
     ------
@@ -149,6 +153,7 @@ def read_options(environment: Mapping[str, str] = os.environ) -> Options:
         paths=_read_paths(environment.get("FLASH_EXT_PATHS", "").strip()),
         jobs=_read_jobs(environment.get("FLASH_EXT_JOBS", "").strip()),
         lineinfo=_read_switch("FLASH_EXT_LINEINFO", environment.get("FLASH_EXT_LINEINFO", "").strip()),
+        glibc=_read_glibc(environment.get("FLASH_EXT_GLIBC", "").strip()),
     )
 
 
@@ -233,6 +238,22 @@ def _read_jobs(value: str) -> int:
     if not re.fullmatch(r"[1-9][0-9]{0,3}", value):
         raise BuildError(f"FLASH_EXT_JOBS={value!r}: allowed are integers from 1 to 9999")
     return int(value)
+
+
+def _read_glibc(value: str) -> tuple[int, ...]:
+    """Empty where the machine's own is asked for, or is as old."""
+    if not value:
+        return ()
+    if not re.fullmatch(r"2\.[0-9]{1,3}", value) or _numbers(value) < MINIMUM_GLIBC:
+        raise BuildError(f"FLASH_EXT_GLIBC={value!r}: allowed are versions from {_dotted(MINIMUM_GLIBC)}, like 2.28")
+    name, _, own = (os.confstr("CS_GNU_LIBC_VERSION") or "").partition(" ")  # "glibc 2.36"
+    if name != "glibc":
+        raise BuildError(f"FLASH_EXT_GLIBC={value}: this system's C library is not glibc")
+    return _numbers(value) if _numbers(own) > _numbers(value) else ()
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("."))
 
 
 def _read_switch(name: str, value: str) -> bool:

@@ -34,6 +34,7 @@ from toolchain import BuildError, Options, Python
 SOURCE_DIR = Path(__file__).resolve().parent.parent
 BUILD_DIR = SOURCE_DIR / "build"
 COMMIT_FILE = "COMMIT"  # in a source distribution
+ARCHIVE_FILE = ".git_archival.txt"  # `git archive` writes the commit into it (.gitattributes)
 
 
 def read_version(source_dir: Path = SOURCE_DIR) -> str:
@@ -46,10 +47,19 @@ def read_version(source_dir: Path = SOURCE_DIR) -> str:
 
 
 def read_commit(source_dir: Path = SOURCE_DIR) -> str:
-    """What ``git describe`` says of the source folder; in a source distribution, what it said when that was made."""
+    """What ``git describe`` says of the source folder; in a source distribution, what it said when that was made.
+
+    What ``git archive`` wrote knows its commit as well; of any other copy it is ``unknown``.
+    """
     if not (source_dir / ".git").exists():
-        file = source_dir / COMMIT_FILE
-        return file.read_text(encoding="utf-8").strip() if file.is_file() else "unknown"
+        for name in (COMMIT_FILE, ARCHIVE_FILE):
+            file = source_dir / name
+            text = file.read_text(encoding="utf-8").strip() if file.is_file() else ""
+            if re.fullmatch(r"[0-9a-f]{40}", text):
+                return text[:12]
+            if text and "$" not in text:  # git has not filled in the other
+                return text
+        return "unknown"
     command = ["git", "-C", str(source_dir), "describe", "--always", "--dirty", "--tags", "--abbrev=12"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

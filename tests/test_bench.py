@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from flash_ext.bench import results
+import flash_ext
+from flash_ext.bench import cli, results
 from flash_ext.bench.providers import Provider, make_inputs, providers_for, reference_for
 from flash_ext.bench.report import print_comparison, print_recording
 from flash_ext.bench.results import OURS, Measurement, Recording, judge, summarise
@@ -232,6 +233,11 @@ def test_recordings_survive_the_file(tmp_path: Path) -> None:
     document = json.loads(file.read_text())
     assert document["measurements"][0]["seconds"] == {OURS: [1.0, 2.0], "cudnn": [1.5, 1.5]}
     assert document["measurements"][0]["derived"]["verdict"]["word"] == "pass"
+
+
+def test_a_recording_without_git_names_the_commit_of_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_ext, "__file__", str(tmp_path / "flash_ext" / "__init__.py"))
+    assert cli._commit() == flash_ext.build_info()["module"]["commit"] != ""
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"format": 99}', "[1]"])

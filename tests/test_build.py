@@ -154,6 +154,21 @@ def test_the_commit_is_the_trees_own(tmp_path: Path) -> None:
     assert native_build.read_commit(tmp_path) == "v1-3-gabc"
 
 
+def test_an_archive_of_a_commit_knows_it(tmp_path: Path) -> None:
+    """`git archive` fills in the file; in any other copy of the tree it says nothing."""
+    (tmp_path / native_build.ARCHIVE_FILE).write_text("$Format:%H$\n")
+    (tmp_path / ".gitattributes").write_text(f"{native_build.ARCHIVE_FILE} export-subst\n")
+    assert native_build.read_commit(tmp_path) == "unknown"
+    git = ["git", "-c", "user.name=t", "-c", "user.email=t@example.org"]
+    for command in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--message", "first"]):
+        assert run([*git, *command], cwd=tmp_path).returncode == 0
+    assert run([*git, "archive", "--output", "tree.tar", "HEAD"], cwd=tmp_path).returncode == 0
+    commit = run([*git, "rev-parse", "HEAD"], cwd=tmp_path).stdout
+    with tarfile.open(tmp_path / "tree.tar") as archive:
+        archive.extractall(tmp_path / "archive")
+    assert native_build.read_commit(tmp_path / "archive") == commit[:12]
+
+
 def test_replacing_a_library_leaves_the_loaded_one_alone(tmp_path: Path) -> None:
     built, installed = tmp_path / "built.so", tmp_path / "installed.so"
     built.write_bytes(b"old")

@@ -155,16 +155,18 @@ def _new_recording(arguments: argparse.Namespace, device: torch.device, path: st
 
 
 def _commit() -> str:
-    """Commit of the source tree this package is imported from, ``+`` appended if it is changed; empty for a wheel."""
+    """Commit of the source tree this package is imported from, ``+`` appended if it is changed; of a wheel, or a tree
+    without git, what flash_ext._C was built from."""
     root = Path(flash_ext.__file__).resolve().parent.parent
+    built_from = str(flash_ext.build_info()["module"]["commit"])
     if not (root / ".git").exists():
-        return ""
+        return built_from
     try:
         command = ["git", "-C", str(root), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
         result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return result.stdout.strip()
+        return built_from
+    return result.stdout.strip() or built_from
 
 
 def _measure(arguments: argparse.Namespace, console: Console) -> results.Recording:

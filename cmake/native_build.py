@@ -176,7 +176,7 @@ def hand_written_units(path: str) -> dict[str, str]:
 
 
 def seconds_of_unit(unit: str) -> str:
-    """How long a unit took, from its report; empty if it failed or is no unit."""
+    """The CPU seconds that a unit took, from its report; empty if it failed or is no unit."""
     file = BUILD_DIR / unit.partition("_")[0] / "units" / unit / "report.json"
     if not file.is_file():
         return ""

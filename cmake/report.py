@@ -161,7 +161,7 @@ def table(reports: Iterable[Mapping[str, Any]], shared_memory: Mapping[str, int]
     list of str
         A header, a rule, a line for each unit, kernel and set of architectures with the same numbers, and a sum.
     """
-    header = ("kernel", "arch", "registers", "shared", "spills", "seconds", "KB")
+    header = ("kernel", "arch", "registers", "shared", "spills", "CPU s", "KB")
     rows: list[tuple[str, ...]] = []
     seconds, size = 0.0, 0
     for report in reports:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import cmake_ninja
+import compile_times
 import report
 
 PTXAS = """\
@@ -63,7 +64,7 @@ def test_the_table_merges_architectures_with_equal_numbers() -> None:
         {"sm80_forward_x": 98304},
     )
     assert [line.split() for line in lines if not line.startswith("-")] == [
-        ["kernel", "arch", "registers", "shared", "spills", "seconds", "KB"],
+        ["kernel", "arch", "registers", "shared", "spills", "CPU", "s", "KB"],
         ["sm80_forward_x", "80", "90", "40", "98304", "0", "9.8", "200"],
         ["sm80_forward_x", "120", "48", "98304", "8"],
         ["sum", "9.8", "200"],
@@ -99,3 +100,14 @@ def test_every_head_dim_of_the_fallback_needs_a_tile_for_the_smallest_gpu() -> N
 )
 def test_progress_lines(line: str, shown: str | None) -> None:
     assert cmake_ninja.progress_line(line, lambda step: "9.8 s" if step == "sm80_unit" else "") == shown
+
+
+def test_compile_times_are_summed_per_path_and_sorted() -> None:
+    def unit(name: str, seconds: float) -> dict[str, object]:
+        kernels = [report.KernelReport("_Z1kv", arch, 40, 0, 0, 0, 0).to_dict() for arch in ("sm_80", "sm_90")]
+        return {"unit": name, "seconds": seconds, "cached": False, "bytes": 2048, "kernels": kernels}
+
+    lines = compile_times.table({"sm80": [unit("one", 1.5), unit("two", 10.0)], "sm90": [unit("three", 4.0)]})
+    assert lines[2:5] == ["| sm80 | 2 | 12 | 4 |", "| sm90 | 1 | 4 | 2 |", "| all | 3 | 16 | 6 |"]
+    assert [line.split(" | ")[0] for line in lines[8:]] == ["| two", "| three", "| one"]
+    assert lines[8] == "| two | 10.0 | 2 | 40 (80), 40 (90) |"

@@ -556,10 +556,11 @@ def test_compile_with_a_dynamic_batch(path: Path, rng: torch.Generator, name: st
     case = UNBOUNDED[name].with_(alibi=None)
 
     def attention(operands: list[Tensor], tensors: dict[str, Tensor], options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        q, k, v = operands
         if through_operator:
-            out, lse = fwd(*operands, **tensors, **options)
+            out, lse = fwd(q, k, v, **tensors, **options)
             return out, lse
-        return public(*operands, **tensors, **options)
+        return public(q, k, v, **tensors, **options)
 
     compiled = torch.compile(attention, backend=compilations, fullgraph=True)
     for batch, length_q, length_k in ((2, 9, 13), (3, 21, 8), (5, 2, 70)):

@@ -205,3 +205,33 @@ def test_copy_pipeline(kernels: UnitKernels, schedule: str) -> None:
     out = np.zeros(512, np.float32)
     kernels.launch("copy_pipeline", 1, 128, values, out, tiles, 0)
     np.testing.assert_array_equal(out, np.roll(values.sum(0), -16))
+
+
+def test_counts(kernels: UnitKernels) -> None:
+    """How often each instruction was executed, per warp, and with how many lanes: of 1000 elements in 8 CTAs of 4 warps
+    the last warp has 8, and the one before all."""
+    a, b, out = (np.zeros(1000, np.float32) for _ in range(3))
+    with emulator_options(count=1, schedule="eager,pct"):
+        kernels.launch("vector_add", 8, 128, a, b, out, out.size)
+        statistics = kernels.statistics()
+        (launch,) = kernels.counts()
+    assert launch.ctas == 8 and "vector_add" in launch.kernel
+    (store,) = (each for each in launch.instructions if each.opcode.startswith("st.global"))
+    assert store.times == {0: 8, 1: 8, 2: 8, 3: 8}
+    assert store.lanes == {0: 256, 1: 256, 2: 256, 3: 232}
+    assert not store.sizes
+    # Nothing waits in this kernel, so that every step counts, once though the launch ran twice.
+    assert sum(sum(each.times.values()) for each in launch.instructions) == statistics.instructions
+    kernels.launch("vector_add", 8, 128, a, b, out, out.size)
+    assert kernels.counts() == []  # neither kept nor counted without the option
+
+
+def test_counts_of_waits(kernels: UnitKernels, schedule: str) -> None:
+    """A barrier counts once for each warp, however often the warp looked."""
+    values = np.arange(64, dtype=np.int32)
+    out = np.zeros(64, np.int32)
+    with emulator_options(count=1):
+        kernels.launch("shared_exchange", 1, 64, values, out, 1)
+        (launch,) = kernels.counts()
+    barriers = [each for each in launch.instructions if each.opcode.startswith(("bar.sync", "barrier.sync"))]
+    assert barriers and all(each.times == {0: 1, 1: 1} for each in barriers)

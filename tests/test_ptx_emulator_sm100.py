@@ -108,6 +108,16 @@ def test_a_in_tensor_memory(kernels: UnitKernels, schedule: str) -> None:
     np.testing.assert_allclose(out, np.stack([a @ b.T, 2 * (a @ b.T)]), atol=1e-5)
 
 
+def test_counts_of_products(kernels: UnitKernels) -> None:
+    """M and N of tcgen05.mma, which its descriptor holds and not its opcode."""
+    a, b, out = np.zeros((128, 16), np.int16), np.zeros((16, 16), np.int16), np.zeros((2, 128, 16), np.float32)
+    with emulator_options(count=1):
+        kernels.launch("tensor_a_in_memory", 1, 128, a, b, out, 0)
+        (launch,) = kernels.counts()
+    products = [each for each in launch.instructions if each.opcode.startswith("tcgen05.mma")]
+    assert [each.sizes for each in products] == [{(0, 128, 16): 1}] * 2
+
+
 @pytest.mark.parametrize("skip", [1, 2, 3])
 def test_tensor_memory_needs_each_step(kernels: UnitKernels, schedule: str, skip: int) -> None:
     """wait::st before a product reads, wait::ld and a barrier before a product overwrites."""

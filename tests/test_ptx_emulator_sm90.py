@@ -127,6 +127,18 @@ def test_bulk_ring(kernels: UnitKernels, schedule: str) -> None:
     np.testing.assert_array_equal(out, np.roll(values.sum(0), -32))
 
 
+def test_counts_of_copies(kernels: UnitKernels, schedule: str) -> None:
+    """The bytes of bulk copies; waits on an mbarrier count once for each phase, whatever the schedule."""
+    values, out = aligned_array(np.ones((7, 128), np.float32)), np.zeros(128, np.float32)
+    with emulator_options(count=1):
+        kernels.launch("bulk_ring", 1, 160, values, out, 7, 0)
+        (launch,) = kernels.counts()
+    (copy,) = (each for each in launch.instructions if each.opcode.startswith("cp.async.bulk.shared"))
+    assert (copy.times, copy.lanes, copy.sizes) == ({4: 7}, {4: 7}, {(4, 512, 1): 7})
+    waits = [each for each in launch.instructions if each.opcode.startswith("mbarrier.try_wait")]
+    assert [sum(each.times.get(warp, 0) for each in waits) for warp in range(5)] == [7] * 5
+
+
 @pytest.mark.parametrize(
     ("skip", "report"),
     [

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import build
+from .counts import LaunchCounts, take_counts
 
 KERNELS = Path(__file__).parent / "kernels"
 
@@ -125,6 +126,10 @@ class UnitKernels:
         ctas, resident, instructions = ctypes.c_uint32(), ctypes.c_uint32(), ctypes.c_uint64()
         self.library.flash_ext_emulator_statistics(*map(ctypes.byref, (ctas, resident, instructions)))
         return Statistics(ctas.value, resident.value, instructions.value)
+
+    def counts(self) -> list[LaunchCounts]:
+        """What the launches since the last call executed under ``emulator_options(count=1)``."""
+        return take_counts(self.library)
 
 
 def _dimensions(value: int | Sequence[int]) -> ctypes.Array[ctypes.c_uint32]:

@@ -10,6 +10,7 @@
 #include "checker.h"
 #include "cluster.h"
 #include "device_model.h"
+#include "execution_counts.h"
 #include "global_journal.h"
 #include "options.h"
 #include "program.h"
@@ -58,7 +59,8 @@ class Machine {
     AsyncEngine async;
     Checker checker;
     std::vector<std::unique_ptr<Cluster>> clusters;  // resident
-    std::unique_ptr<GlobalJournal> journal;  // of what is written to global memory, if the launch will be undone
+    std::unique_ptr<GlobalJournal> journal;   // of what is written to global memory, if the launch will be undone
+    std::unique_ptr<ExecutionCounts> counts;  // if they were asked for
     uint64_t progress = 0;
     const Warp* current_warp = nullptr;  // the one whose instruction runs; nullptr: an asynchronous operation
     LaunchStatistics statistics;

@@ -144,6 +144,8 @@ Step bulk_load(Warp& warp, const Instruction& i, LaneMask mask) {
         resolve(warp, Space::kGlobal, source, lane, bytes, 16);
         const MemoryReference to = resolve_shared(warp, data.to.shared_at(warp, lane), bytes, 16);
         const MemoryReference barrier = bulk_barrier(warp, lane, data.barrier.shared_at(warp, lane));
+        const uint32_t ctas = data.ctas == kNoRegister ? 1 : warp.lanes<uint16_t>(data.ctas)[lane];
+        warp.count_size(bytes, static_cast<uint32_t>(__builtin_popcount(ctas)));
         if (data.ctas == kNoRegister) {
             if (to.owner != barrier.owner) {
                 raise(Fault::kIllegalInstruction, "the destination and the mbarrier of a bulk copy are in two CTAs");
@@ -151,7 +153,6 @@ Step bulk_load(Warp& warp, const Instruction& i, LaneMask mask) {
             load_pieces(warp, lane, *to.owner, {{source, to.offset, bytes}}, bytes, barrier, 0, 0);
             return;
         }
-        const uint32_t ctas = warp.lanes<uint16_t>(data.ctas)[lane];
         for (auto& cta : warp.cta.cluster.ctas) {
             if (!(ctas >> cta->rank & 1)) continue;
             const uint32_t rank_bits = cta->rank << kSharedRankShift;
@@ -171,6 +172,7 @@ Step bulk_move(Warp& warp, const Instruction& i, LaneMask mask) {
         const MemoryReference to = resolve_shared(warp, data.to.shared_at(warp, lane), bytes, 16);
         const MemoryReference from = resolve_shared(warp, data.from.shared_at(warp, lane), bytes, 16);
         const MemoryReference at = bulk_barrier(warp, lane, data.barrier.shared_at(warp, lane));
+        warp.count_size(bytes, 1);
         const MemoryBarrier& barrier = at.owner->memory_barriers.at(*at.owner, at.offset);
         const AsyncAgent agent = checker.agent(warp, barrier.stream, static_cast<uint32_t>(barrier.phase) + 1, true);
         checker.shared_access(agent, lane, *from.owner, from.offset, bytes, AccessKind::kRead);
@@ -193,6 +195,7 @@ Step bulk_store(Warp& warp, const Instruction& i, LaneMask mask) {
         const uint64_t to = data.to.at(warp, lane);
         resolve(warp, Space::kGlobal, to, lane, bytes, 16);
         const MemoryReference from = resolve_shared(warp, data.from.shared_at(warp, lane), bytes, 16);
+        warp.count_size(bytes, 1);
         store_pieces(warp, lane, *from.owner, {{to, from.offset, bytes}}, data.reduction);
     });
     return Step::kNext;

@@ -189,6 +189,7 @@ Step multiply(Warp& warp, const Instruction& i, LaneMask mask) {
         Product p{};
         p.data = &data;
         p.shape = decode_descriptor(data, warp.lanes<uint32_t>(data.instruction)[lane]);
+        warp.count_size(p.shape.m, p.shape.n);
         p.d = static_cast<uint32_t>(data.d.at(warp, lane));
         if (data.a_in_tensor_memory) {
             p.a_tensor = static_cast<uint32_t>(data.a_address.at(warp, lane));

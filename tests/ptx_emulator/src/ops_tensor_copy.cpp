@@ -80,6 +80,7 @@ Step tensor_load(Warp& warp, const Instruction& i, LaneMask mask) {
                 raise(Fault::kIllegalInstruction, "the destination is in CTA rank %u, the mbarrier in rank %u",
                       to.owner->rank, barrier_rank);
             }
+            warp.count_size(bytes, 1);
             load_pieces(warp, lane, *to.owner, pieces, bytes, bulk_barrier(warp, lane, barrier_address), fill,
                         map.element_bytes);
             return;
@@ -89,6 +90,7 @@ Step tensor_load(Warp& warp, const Instruction& i, LaneMask mask) {
             raise(Fault::kIllegalInstruction, "multicast to CTAs 0x%x of a cluster of %zu", ctas,
                   warp.cta.cluster.ctas.size());
         }
+        warp.count_size(bytes, static_cast<uint32_t>(__builtin_popcount(ctas)));
         for (auto& cta : warp.cta.cluster.ctas) {
             if (!(ctas >> cta->rank & 1)) continue;
             require_running(warp, *cta);
@@ -107,6 +109,7 @@ Step tensor_store(Warp& warp, const Instruction& i, LaneMask mask) {
         const TensorMap& map = tensor_map(warp, data, lane);
         const MemoryReference from = resolve_shared(warp, data.shared.shared_at(warp, lane), box_bytes(map), 128);
         if (from.owner != &warp.cta) raise(Fault::kIllegalAddress, "the source of a tensor store is in another CTA");
+        warp.count_size(box_bytes(map), 1);
         Reduction reduction;
         if (!data.reduction.empty()) {
             reduction = tensor_reduction_of(data.reduction.c_str(), map.data_type);

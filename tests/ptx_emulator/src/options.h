@@ -28,6 +28,7 @@ struct Options {
     std::string remove_kernel;          // FLASH_EXT_EMULATOR_REMOVE_KERNEL: its kernel; empty: any
     uint64_t stall_limit = 20'000'000;  // FLASH_EXT_EMULATOR_STALL_LIMIT: warp instructions without progress
     bool trace = false;                 // FLASH_EXT_EMULATOR_TRACE: one line per launch on stderr
+    bool count = false;                 // FLASH_EXT_EMULATOR_COUNT: keep how often each instruction was executed
 
     // Read anew at every launch. Throws EmulationError(kInvalidConfiguration) on a value that means nothing.
     static Options from_environment();

@@ -109,6 +109,11 @@ std::vector<RegisterUse> Program::register_uses(const KernelSyntax& kernel) cons
     return uses;
 }
 
+std::string Program::source(uint32_t pc) const {
+    const auto file = files.find(info[pc].source.file);
+    return file == files.end() ? "" : format("%s:%d", file->second.c_str(), info[pc].source.line);
+}
+
 std::string Program::where(uint32_t pc) const {
     if (pc >= info.size()) return name + ": end of the kernel";
     const InstructionInfo& at = info[pc];

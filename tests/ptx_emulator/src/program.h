@@ -70,6 +70,8 @@ class Program {
     std::vector<SpecialRegister> specials;
     std::vector<SymbolRegister> symbols;
 
+    // "csrc/sm90/forward.cuh:88", or nothing in a build without line information.
+    std::string source(uint32_t pc) const;
     // "kernel.ptx:120 (forward.cuh:88): ldmatrix..." for reports.
     std::string where(uint32_t pc) const;
     // Keeps vector operands alive; used by the decoder.

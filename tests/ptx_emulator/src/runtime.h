@@ -31,6 +31,8 @@ void launch(const void* host_function, Dim3 grid, Dim3 block, Dim3 cluster, size
 std::mutex& launch_mutex();
 // For runtime_inspection.cpp: a kernel starts (no statistics yet), or has ended.
 void note_launch(const std::string& kernel, const LaunchStatistics* statistics);
+// A launch with counts has ended; CTAs in a line of its own before those of its instructions.
+void note_counts(const std::string& kernel, const LaunchStatistics& statistics, const ExecutionCounts& counts);
 
 // The mangled device name of a __global__ function, nullptr if it was never registered.
 const char* kernel_name(const void* host_function);

@@ -12,6 +12,7 @@ namespace {
 
 LaunchStatistics latest_statistics;
 std::vector<std::string> launched;
+std::string counted;
 
 // Copies text with its terminator; returns the bytes it takes, so that a caller can come again with more room.
 uint64_t hand_out(const std::string& text, char* out, uint64_t size) {
@@ -32,6 +33,10 @@ void note_launch(const std::string& kernel, const LaunchStatistics* statistics) 
     } else {
         launched.push_back(kernel);
     }
+}
+
+void note_counts(const std::string& kernel, const LaunchStatistics& statistics, const ExecutionCounts& counts) {
+    counted += format("launch\t%s\t%u\n", kernel.c_str(), statistics.ctas) + counts.text();
 }
 
 }  // namespace ptx_emulator
@@ -60,6 +65,15 @@ EXPORTED uint64_t flash_ext_emulator_launched(char* out, uint64_t size) {
     return needed;
 }
 
+// With FLASH_EXT_EMULATOR_COUNT=1: for each launch since the last call, under the first of its schedules, a line
+// "launch", kernel and number of CTAs, then the lines of ExecutionCounts::text. Cleared once they fit.
+EXPORTED uint64_t flash_ext_emulator_counts(char* out, uint64_t size) {
+    const std::lock_guard<std::mutex> lock(launch_mutex());
+    const uint64_t needed = hand_out(counted, out, size);
+    if (needed <= size) counted.clear();
+    return needed;
+}
+
 // The synchronisation instructions of a kernel, one a line: number, executed since the last such call (0 or 1), PTX
 // line, source "file:line" or nothing, text; separated by tabs. 0: the kernel does not load (the error is on stderr).
 EXPORTED uint64_t flash_ext_emulator_synchronization(const char* kernel, char* out, uint64_t size) {
@@ -71,11 +85,8 @@ EXPORTED uint64_t flash_ext_emulator_synchronization(const char* kernel, char* o
         const std::vector<size_t> all = synchronization_instructions(program);
         for (size_t n = 0; n < all.size(); ++n) {
             const InstructionInfo& info = program.info[all[n]];
-            const auto file = program.files.find(info.source.file);
-            const std::string source =
-                file == program.files.end() ? "" : format("%s:%d", file->second.c_str(), info.source.line);
-            text += format("%zu\t%d\t%d\t%s\t%s\n", n, program.executed[all[n]], info.line, source.c_str(),
-                           info.text.c_str());
+            text += format("%zu\t%d\t%d\t%s\t%s\n", n, program.executed[all[n]], info.line,
+                           program.source(static_cast<uint32_t>(all[n])).c_str(), info.text.c_str());
         }
         needed = hand_out(text, out, size);
         if (needed <= size) std::fill(program.executed.begin(), program.executed.end(), uint8_t{0});

@@ -166,8 +166,13 @@ void launch(const void* host_function, Dim3 grid, Dim3 block, Dim3 cluster, size
         const bool several = options.schedules.size() > 1;
         if (several) machine.journal = std::make_unique<GlobalJournal>();
         machine.checker.set_primaries(earlier_grids);
+        if (options.count && run == 0) {
+            const auto warps = static_cast<uint32_t>((block.count() + kWarpSize - 1) / kWarpSize);
+            machine.counts = std::make_unique<ExecutionCounts>(program, warps);
+        }
         run_guarded(machine);
         note_launch(name, &machine.statistics);
+        if (machine.counts) note_counts(name, machine.statistics, *machine.counts);
         accesses = machine.checker.take_accesses();
         if (options.trace) {
             std::fprintf(stderr, "PTX emulator: %s: %s, %u CTAs, %u resident, %llu warp instructions\n", name,

@@ -134,6 +134,10 @@ int Warp::pick_group() {
     return best;
 }
 
+void Warp::count_size(uint32_t a, uint32_t b) {
+    if (machine.counts) machine.counts->add_size(index, pc_, a, b);
+}
+
 void Warp::note_writes(uint32_t pc) {
     const InstructionInfo& info = program.info[pc];
     uint32_t age = fences_;
@@ -150,6 +154,7 @@ Warp::Outcome Warp::run(uint32_t budget) {
     for (LaneGroup& group : groups) group.blocked = false;
     const Instruction* const code = program.code.data();
     const uint64_t begin = instructions;
+    ExecutionCounts* const counts = machine.counts.get();
     while (instructions - begin < budget) {
         if (groups.empty()) {
             cta.warp_ended(*this);
@@ -198,6 +203,10 @@ Warp::Outcome Warp::run(uint32_t budget) {
                 if (registers_in_flight) machine.checker.check_in_flight(*this, instruction);
                 step = instruction.handler(*this, instruction, lanes);
                 if (!write_ages_.empty()) note_writes(pc);
+            }
+            // A wait counts once, when it is over.
+            if (counts && step != Step::kBlock && step != Step::kYield) {
+                counts->add(index, pc, static_cast<uint32_t>(__builtin_popcount(lanes)));
             }
             const uint32_t before = pc;
             switch (step) {

@@ -76,6 +76,8 @@ class Warp {
     bool converged() const { return active_ == live(); }
     bool done() const { return groups.empty(); }
     uint32_t pc() const { return pc_; }
+    // For ExecutionCounts::add_size, of the instruction that runs.
+    void count_size(uint32_t a, uint32_t b);
     // Replaces lanes of the running group by groups that stand elsewhere; the handler then returns Step::kExit for
     // them.
     void split(const std::vector<LaneGroup>& parts) { added_.insert(added_.end(), parts.begin(), parts.end()); }

@@ -1,0 +1,1 @@
+"""A model of how fast the kernels are: see README.md."""

@@ -62,7 +62,7 @@ class Program {
     bool uses_async_proxy = false;
     bool uses_wgmma = false;
     uint32_t tensor_cta_group = 0;          // of the tcgen05 instructions, 0: there are none
-    mutable std::vector<uint8_t> executed;  // beside code: 1 once a warp has executed it, in any launch
+    mutable std::vector<uint8_t> executed;  // beside code: 1 once a warp has executed it, until asked for
 
     // ---- register file: per register 32 lanes of its width; predicates are one LaneMask
     uint32_t register_bytes = 0;

@@ -16,7 +16,7 @@
 // brings zeros from outside the tensor and anything from inside, which the loader overwrites. Their lse is +inf, so P
 // is 0.
 //
-// Deterministic: the additions into a query tile are made in ascending order of the key tile. A CTA takes its place
+// Deterministic: the additions into a query tile are made in descending order of the key tile. A CTA takes its place
 // from a ticket counter, so it only ever waits for CTAs that have started; the reducers wait for the turn of a query
 // tile, not the consumers.
 #pragma once
@@ -98,12 +98,12 @@ struct Backward : BackwardDesign<kType, kHeadDim, kHeadDimV, kTile, kRich> {
             // What the key tiles of a head read (and add to): Q, dO and the scratch.
             const int64_t query_bytes = static_cast<int64_t>(attention.seqlen_q) * attention.heads_q /
                                         attention.heads_k * (2 * attention.head_dim_v + 6 * attention.head_dim);
-            // Sections of heads where the tiles of one head that run at once would wait for each other: with a causal
-            // mask for its rows, in deterministic calls for their turns. Seen from the keys a causal mask leaves the
-            // first tile the most to do: tiles in order.
+            // Sections of heads, but for plain calls, whose tiles of a head all walk the same blocks: with a causal
+            // mask for evenly long rows, in deterministic calls so that few tiles of a head run at once, which wait for
+            // one another. Tiles in order: seen from the keys a causal mask leaves the first tile the most to do.
             const bool deterministic = arguments.scratch.turns != nullptr;
             arguments.order = make_tile_order(heads, tiles, arguments.bounds.right == 0 || deterministic, query_bytes);
-            arguments.order.heaviest_first = 0;
+            arguments.order.heaviest_first = deterministic;  // which takes them from the last to the first
             arguments.spreads = Design::kSpreads && !deterministic;
 
             const void* kernel = reinterpret_cast<const void*>(&backward_kernel<Backward>);

@@ -216,7 +216,7 @@ struct BackwardKeys : BackwardScores<Shape> {
             cute::warpgroup_wait<0>();
             fence_operand(s_frag);
 #pragma unroll 1
-            for (; walk.left > 1; walk.advance(work)) step.template operator()<true>(walk.head, walk.block);
+            for (; walk.left > 1; walk.advance()) step.template operator()<true>(walk.head, walk.block);
             step.template operator()<false>(walk.head, walk.block);
         }
         Scores::write_gradient(place, dk_frag, attention.softmax_scale, arguments.params.dk, attention.head_dim);
@@ -233,7 +233,7 @@ struct BackwardKeys : BackwardScores<Shape> {
         uint32_t phase = 0;
         int32_t added = -1;  // the query tile before this one, if its turn is still to be handed on
 #pragma unroll 1
-        for (QueryWalk walk(arguments, work); walk.left > 0; walk.advance(work)) {
+        for (ProducerWalk walk(arguments, work); walk.left > 0; walk.advance(work)) {
             const int64_t tile = scratch_tile(arguments, work, walk.head, walk.block);
             Barrier::wait(&control.dq_full[warpgroup], phase);
             phase ^= 1;

@@ -85,7 +85,7 @@ struct BackwardProducer : Shape {
                                                     Control& control) {
         const volatile BackwardWork& work = control.work;
         uint32_t landed_phase = 0;
-        QueryWalk walk(arguments, work);
+        ProducerWalk walk(arguments, work);
         if (walk.left <= 0) return;
         load_clean<kBlockN, kPanels>(arguments.k, &control.k_full, control, landed_phase, smem,
                                      work.keys_start + work.begin, work.head_k, work.batch, work.rows_used,
@@ -119,12 +119,12 @@ struct BackwardProducer : Shape {
         }
     }
 
-    // Until the key blocks before this one have made all their additions to the query tile.
+    // Until the key blocks behind this one have made all their additions to the query tile.
     __device__ __forceinline__ static void wait_turn(const BackwardArguments& arguments,
                                                      const volatile BackwardWork& work, int64_t tile, int block) {
         const Mask mask{arguments.bounds, work.keys_used - work.queries_used, work.keys_used};
         const int begin = block * kBlockM, end = min(begin + kBlockM, static_cast<int>(work.queries_used));
-        const int mine = (work.begin / kBlockN - key_blocks(mask, begin, end, kBlockN).begin) * kTurns;
+        const int mine = (key_blocks(mask, begin, end, kBlockN).end - 1 - work.begin / kBlockN) * kTurns;
         while (ptx::ld_acquire_gpu(arguments.scratch.turns + tile) < mine) {
         }
     }

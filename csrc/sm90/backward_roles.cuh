@@ -10,10 +10,8 @@
 //
 //   scores:     P; issue dV; issue S[m+1]; wait both
 //   gradients:  dP is there: wait P; dS; issue dK; issue dP[m+1]; wait both
-//   queries:    wait dS; for each slice: issue dQ; wait; add it to the scratch
-//
-// dQ leaves from registers, by vector reductions (kDqBuffers = 0), or through a ring of 64-column buffers and bulk
-// reductions.
+//   queries:    wait dS; for each slice: issue dQ; wait; 64 columns at a time -> shared memory
+//   reducer:    bulk reductions of these into the scratch
 //
 // | barrier       | arrives                      | waits               | a phase ends when                           |
 // | k_full        | loader and TMA               | scores, queries     | K has landed, zero behind the last key      |
@@ -21,7 +19,8 @@
 // | q_full[s]     | loader and TMA               | scores, gradients   | Q and the terms of its rows have landed     |
 // | q_empty[s]    | each warp of gradients       | loader              | dK has read Q (S has: dS was made from it)  |
 // | dout_full[s]  | loader and TMA               | scores, gradients   | dO has landed                               |
-// | dout_empty[s] | each warp of both            | loader              | dV and dP have read dO                      |
+// | dout_empty[s] | each warp of scores and      | loader              | dV and dP have read dO                      |
+// |               | gradients                    |                     |                                             |
 // | landed        | loader and TMA               | loader              | a tile with a tail of garbage has landed    |
 // | p_full        | each warp of scores          | gradients           | P is written                                |
 // | p_empty       | each warp of gradients       | scores              | P is in registers                           |
@@ -42,7 +41,6 @@
 #include <cute/arch/mma_sm90_gmma.hpp>
 
 #include "ptx/cp_async_bulk.cuh"
-#include "ptx/memory.cuh"
 #include "ptx/special_registers.cuh"
 #include "sm90/backward_producer.cuh"
 #include "sm90/backward_scores.cuh"
@@ -72,7 +70,7 @@ struct BackwardRoles : BackwardScores<Shape> {
             const int warp = thread / 32, lane = thread % 32;
             if (warp == 0) {
                 Producer::load_all(arguments, smem, control);
-            } else if (kDqBuffers > 0 && warp == 1 && lane == 0) {
+            } else if (warp == 1 && lane == 0) {
                 reduce_dq(arguments, smem, control);
             }
         } else if (warpgroup == 1) {
@@ -180,7 +178,7 @@ struct BackwardRoles : BackwardScores<Shape> {
             cute::warpgroup_wait<0>();
             fence_operand(s_frag);
 #pragma unroll 1
-            for (; walk.left > 1; walk.advance(control.work)) step.template operator()<true>(walk.head, walk.block);
+            for (; walk.left > 1; walk.advance()) step.template operator()<true>(walk.head, walk.block);
             step.template operator()<false>(walk.head, walk.block);
         }
         Scores::write_gradient(place_now(arguments, control), dv_frag, kIsRich ? arguments.dropout_scale : 1.f,
@@ -279,16 +277,14 @@ struct BackwardRoles : BackwardScores<Shape> {
         const int lane = thread % 32;
         const uint64_t ds_columns = panel_descriptor(smem_address + kDsOffset, 0);
         const uint64_t k_columns = panel_descriptor(smem_address, kBlockN * kPanelRowBytes);
-        const bool deterministic = arguments.scratch.turns != nullptr;
 
         DqFragment dq_frag;
         uint32_t number = 0, written = 0;  // steps; buffers
         QueryWalk walk(arguments, work);
         if (walk.left > 0) Barrier::wait(&control.k_full, 0);
 #pragma unroll 1
-        for (; walk.left > 0; walk.advance(work)) {
+        for (; walk.left > 0; walk.advance()) {
             const uint32_t buffer = number % kDsBuffers;
-            const int64_t tile = scratch_tile(arguments, work, walk.head, walk.block);
             Barrier::wait(&control.ds_full[buffer], number / kDsBuffers & 1);
 #pragma unroll
             for (int column = 0; column < kHeadDim; column += kDqSlice) {
@@ -305,38 +301,20 @@ struct BackwardRoles : BackwardScores<Shape> {
                 cute::warpgroup_wait<0>();
                 fence_operand(dq_frag);
                 if (column + kDqSlice == kHeadDim) Scores::release(&control.ds_empty[buffer], lane);
-                if constexpr (kDqBuffers > 0) {
 #pragma unroll
-                    for (int part = 0; part < kDqSlice / kDqBufferColumns; ++part) {
-                        const uint32_t place = written % kDqBuffers;
-                        Barrier::wait(&control.dq_empty[place], written / kDqBuffers & 1 ^ 1);
-                        float4* part_smem =
-                            reinterpret_cast<float4*>(smem + kDqOffset + place * kDqBufferBytes) + thread;
+                for (int part = 0; part < kDqSlice / kDqBufferColumns; ++part) {
+                    const uint32_t place = written % kDqBuffers;
+                    Barrier::wait(&control.dq_empty[place], written / kDqBuffers & 1 ^ 1);
+                    float4* part_smem = reinterpret_cast<float4*>(smem + kDqOffset + place * kDqBufferBytes) + thread;
 #pragma unroll
-                        for (int i = 0; i < kDqBufferColumns / 8; ++i) {
-                            const float* d = dq_frag + part * (kDqBufferColumns / 2) + 4 * i;
-                            part_smem[i * 128] = {d[0], d[1], d[2], d[3]};
-                        }
-                        cutlass::arch::fence_view_async_shared();  // the bulk reduction reads through the async proxy
-                        Scores::release(&control.dq_full[place], lane);
-                        ++written;
+                    for (int i = 0; i < kDqBufferColumns / 8; ++i) {
+                        const float* d = dq_frag + part * (kDqBufferColumns / 2) + 4 * i;
+                        part_smem[i * 128] = {d[0], d[1], d[2], d[3]};
                     }
-                } else {
-                    if (deterministic && column == 0) {
-                        if (lane == 0) Producer::wait_turn(arguments, work, tile, walk.block);
-                        __syncwarp();  // all lanes add after the turn has come
-                    }
-                    float* sums = arguments.scratch.dq + tile * (kBlockM * kHeadDim) + column * kRows + thread * 4;
-#pragma unroll
-                    for (int i = 0; i < kDqSlice / 8; ++i) {
-                        ptx::red_add_v4_f32(sums + i * 512, dq_frag[4 * i], dq_frag[4 * i + 1], dq_frag[4 * i + 2],
-                                            dq_frag[4 * i + 3]);
-                    }
+                    cutlass::arch::fence_view_async_shared();  // the bulk reduction reads through the async proxy
+                    Scores::release(&control.dq_full[place], lane);
+                    ++written;
                 }
-            }
-            if (kDqBuffers == 0 && deterministic) {
-                __syncwarp();  // all lanes have added
-                if (lane == 0) ptx::red_release_gpu_add(arguments.scratch.turns + tile, 1);
             }
             ++number;
         }
@@ -353,13 +331,13 @@ struct BackwardRoles : BackwardScores<Shape> {
 
         int32_t added = -1;  // the query tile before this one, if its turn is still to be handed on
 #pragma unroll 1
-        for (QueryWalk walk(arguments, work); taken < work.steps * kChunks; walk.advance(work)) {
+        for (ProducerWalk walk(arguments, work); taken < work.steps * kChunks; walk.advance(work)) {
             const int64_t tile = scratch_tile(arguments, work, walk.head, walk.block);
             float* sums = arguments.scratch.dq + tile * (kBlockM * kHeadDim);
 #pragma unroll 1
             for (int column = 0; column < kHeadDim; column += kDqBufferColumns) {
-                const uint32_t place = taken % Shape::kDqRing;
-                Barrier::wait(&control.dq_full[place], taken / Shape::kDqRing & 1);
+                const uint32_t place = taken % kDqBuffers;
+                Barrier::wait(&control.dq_full[place], taken / kDqBuffers & 1);
                 if (deterministic && column == 0) {
                     if (added >= 0) Producer::end_turn(arguments, added);
                     Producer::wait_turn(arguments, work, tile, walk.block);
@@ -370,7 +348,7 @@ struct BackwardRoles : BackwardScores<Shape> {
                 cute::tma_store_arrive();
                 if (taken > 0) {  // the one before has been read
                     cute::tma_store_wait<1>();
-                    Barrier::arrive(&control.dq_empty[(taken - 1) % Shape::kDqRing]);
+                    Barrier::arrive(&control.dq_empty[(taken - 1) % kDqBuffers]);
                 }
                 ++taken;
             }

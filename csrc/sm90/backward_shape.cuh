@@ -20,7 +20,7 @@ struct BackwardTile {
     int roles = 0;        // 1: a warpgroup each for dV, dK and dQ (backward_roles.cuh), else 64 keys each
     int dout_stages = 0;  // roles: buffers of dO
     int dq_slice = 0;     // roles: columns of dQ that are computed at once
-    int dq_buffers = 0;   // roles: of 64 columns of dQ on their way to the scratch; 0: from registers
+    int dq_buffers = 0;   // roles: of 64 columns of dQ on their way to the scratch, 2 or more
 };
 
 // What both designs have.
@@ -138,12 +138,10 @@ struct BackwardRolesShape : BackwardTiles<kType, kHeadDim_, kHeadDimV_, kTile, k
     static constexpr int kDqColumns = kHeadDim;      // in one part of the scratch
     static constexpr int kDqSlice = kTile.dq_slice;  // of a product
     static constexpr int kDqBuffers = kTile.dq_buffers;
-    static constexpr int kDqRing = kDqBuffers > 0 ? kDqBuffers : 1;
     static constexpr int kDqBufferColumns = 64;
     static constexpr int kDqBufferBytes = kRows * kDqBufferColumns * 4;
-    static_assert(kHeadDim % kDqSlice == 0 && kDqSlice % kDqBufferColumns == 0 && kDqBuffers != 1);
-    // A key tile's additions to a query tile: the reducer's, or each warp's.
-    static constexpr int kTurns = kDqBuffers > 0 ? 1 : 4;
+    static_assert(kHeadDim % kDqSlice == 0 && kDqSlice % kDqBufferColumns == 0 && kDqBuffers > 1);
+    static constexpr int kTurns = 1;        // a key tile's additions to a query tile
     static constexpr bool kSpreads = true;  // key tiles start their walks at different query blocks
     static constexpr auto kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
 
@@ -154,8 +152,8 @@ struct BackwardRolesShape : BackwardTiles<kType, kHeadDim_, kHeadDimV_, kTile, k
 
     // setmaxnreg shares out the 512 registers that a launch of 512 threads leaves four of them: accumulators, operands
     // and what else a role keeps.
-    static constexpr int kProducerRegisters = kRich ? 24 : 32;
-    static constexpr int kScoresRegisters = kHeadDimV / 2 + (kRich ? 88 : 80);
+    static constexpr int kProducerRegisters = 24;
+    static constexpr int kScoresRegisters = kHeadDimV / 2 + 88;
     static constexpr int kGradientsRegisters = kHeadDim / 2 + 80;
     static constexpr int kQueriesRegisters = 512 - kProducerRegisters - kScoresRegisters - kGradientsRegisters;
 
@@ -165,7 +163,7 @@ struct BackwardRolesShape : BackwardTiles<kType, kHeadDim_, kHeadDimV_, kTile, k
         uint64_t dout_full[kDoutStages], dout_empty[kDoutStages];
         uint64_t p_full, p_empty;
         uint64_t ds_full[kDsBuffers], ds_empty[kDsBuffers];
-        uint64_t dq_full[kDqRing], dq_empty[kDqRing];
+        uint64_t dq_full[kDqBuffers], dq_empty[kDqBuffers];
         BackwardWork work;
     };
     static constexpr int64_t kSharedMemory = kControlOffset + sizeof(Control);
@@ -180,7 +178,7 @@ struct BackwardRolesShape : BackwardTiles<kType, kHeadDim_, kHeadDimV_, kTile, k
             Barrier::init(&control.ds_full[i], 4);
             Barrier::init(&control.ds_empty[i], 4);
         }
-        for (int i = 0; i < kDqRing; ++i) {
+        for (int i = 0; i < kDqBuffers; ++i) {
             Barrier::init(&control.dq_full[i], 4);
             Barrier::init(&control.dq_empty[i], 1);
         }

@@ -17,44 +17,85 @@ struct BackwardArguments : flash_ext::BackwardArguments {
     int32_t spreads;                // 1: key tiles start their walks at different query blocks
 };
 
+// A CTA walks query blocks of its key tile's query heads, head by head, each head from `first_block` in steps of `step`
+// and round to the block before it.
+//
+// Deterministic calls walk from the first block to the last, and take the key tiles of a head from the last to the
+// first: with a causal mask, tiles that start together then meet in no query block. Others walk from the last block,
+// or, if the launch spreads them, each tile from another one, so that tiles of a head do not all add to one query tile.
 struct BackwardWork : KeyTileWork {
-    int32_t first_slot;   // of the sequence's query tiles
-    int32_t first_block;  // of the walk
-    int32_t steps;        // query blocks of all query heads
+    int32_t first_slot;  // of the sequence's query tiles
+    int32_t first_block;
+    int32_t step;   // 1 or -1
+    int32_t steps;  // of the whole walk
 };
 
 template <int kBlockM, int kBlockN>
 __device__ __forceinline__ BackwardWork find_work(const BackwardArguments& arguments) {
-    BackwardWork work{find_key_tile<kBlockM, kBlockN>(arguments), 0, 0, 0};
+    BackwardWork work{};
+    static_cast<KeyTileWork&>(work) = find_key_tile<kBlockM, kBlockN>(arguments);
     if (arguments.params.attention.cu_seqlens_q != nullptr) {
         work.first_slot = work.queries_start / kBlockM + work.batch + 1;
     }
     const int blocks = work.blocks.end - work.blocks.begin;
     work.steps = blocks * (arguments.params.attention.heads_q / arguments.params.attention.heads_k);
-    work.first_block = work.blocks.end - 1;
-    if (arguments.spreads && blocks > 1) work.first_block -= work.begin / kBlockM % blocks;
+    if (arguments.scratch.turns != nullptr) {
+        work.step = 1;
+        work.first_block = work.blocks.begin;
+    } else {
+        work.step = -1;
+        work.first_block = work.blocks.end - 1;
+        if (arguments.spreads && blocks > 1) work.first_block -= work.begin / kBlockN % blocks;
+    }
     return work;
 }
 
-// A query block of a query head, as a CTA walks them: head by head, blocks from `first` down and then from the last to
-// the one behind it. Deterministic calls start at the last: with a causal mask the key tiles of a head then follow one
-// another closely. Others start each key tile elsewhere, so that tiles of a head which run at once do not all add to
-// one query tile. What a step does not change is read from shared memory when it is needed: registers are scarce.
+__device__ __forceinline__ int first_head(const BackwardArguments& arguments, int head_k) {
+    return head_k * (arguments.params.attention.heads_q / arguments.params.attention.heads_k);
+}
+
+__device__ __forceinline__ int next_block(int block, int step, int begin, int end) {
+    block += step;
+    return block < begin ? end - 1 : block == end ? begin : block;
+}
+
+// The walk of a consumer warpgroup: all in uniform registers, for a step that waits for shared memory costs up to 8 %.
 struct QueryWalk {
     int head;
     int block;
     int left;  // steps, this one included
+    int step, begin, end, first;
 
     __device__ __forceinline__ QueryWalk(const BackwardArguments& arguments, const volatile BackwardWork& work) {
-        // Read from shared memory, but the same in all lanes: uniform registers then hold it.
-        head = uniform(work.head_k) * (arguments.params.attention.heads_q / arguments.params.attention.heads_k);
-        block = uniform(work.first_block);
+        head = first_head(arguments, uniform(work.head_k));
+        step = uniform(work.step);
+        begin = uniform(work.blocks.begin);
+        end = uniform(work.blocks.end);
+        block = first = uniform(work.first_block);
         left = uniform(work.steps);
+    }
+    __device__ __forceinline__ void advance() {
+        --left;
+        block = next_block(block, step, begin, end);
+        if (block == first) ++head;
+    }
+};
+
+// The same for a producer, which has few registers: what does not change is read when it is needed.
+struct ProducerWalk {
+    int head;
+    int block;
+    int left;
+
+    __device__ __forceinline__ ProducerWalk(const BackwardArguments& arguments, const volatile BackwardWork& work) {
+        head = first_head(arguments, work.head_k);
+        block = work.first_block;
+        left = work.steps;
     }
     __device__ __forceinline__ void advance(const volatile BackwardWork& work) {
         --left;
-        if (--block < uniform(work.blocks.begin)) block = uniform(work.blocks.end) - 1;
-        if (block == uniform(work.first_block)) ++head;
+        block = next_block(block, work.step, work.blocks.begin, work.blocks.end);
+        if (block == work.first_block) ++head;
     }
 };
 

@@ -10,65 +10,81 @@
 // Only dS passes through shared memory as well, for dQ, whose lanes are queries. dQ is added to an fp32 scratch in
 // global memory by bulk reductions, in the order in which a warp holds it (common/backward_helpers.h).
 //
-//   warps 0-3    dQ: tensor memory -> shared memory -> scratch, each warp its 32 queries by itself
+//   warps 0-3    dQ: tensor memory -> shared memory -> scratch, each warp its 32 lanes by itself
 //   warps 4-7    P and dS of queries 0-63 of a block; in the end dV -> global memory
 //   warps 8-11   P and dS of queries 64-127;          in the end dK
-//   warp 12      issues all products
+//   warp 12      issues all products (of a pair: in rank 0)
 //   warp 13      loads
 //   warps 14-15  nothing (registers are dealt out to groups of four warps)
 //
-// A step of the products (query block m, whose S and dP have been issued); what waits stands in brackets:
+// A step of the products (query block m, whose S and dP have been issued); what is waited for stands in brackets:
 //
 //   [P m] dV m | S m+1 | [dS m] dK m, dQ m | [dQ m has been read] dP m+1
 //
 // so that S of the next block and dV run under the making of dS, dK and dQ under that of P. Where S and dP leave dQ no
-// columns of its own but P's, (192, 128), S m+1 comes behind dQ as well, and dP follows in halves, the second behind P.
+// columns of its own but theirs, (192, 128), S m+1 comes behind dQ as well, and dP follows in halves, the second behind
+// P.
 //
-// | barrier       | arrives                      | waits            | a phase ends when | | k_full        | loader and
-// TMA               | products         | K has landed, zero behind the last key           | | v_full        | likewise
-// |                  |                                                  | | q_full[s]     | loader and TMA | products,
-// scores | Q and the terms of its rows have landed          | | q_empty[s]    | commit                       | loader
-// | dK has read Q (and dS was made: the terms, too)  | | dout_full[s]  | loader and TMA               | products | dO
-// has landed                                    | | dout_empty[s] | commit                       | loader           |
-// dV has read dO                                   | | landed        | loader and TMA               | loader | a tile
-// with a tail of garbage has landed         | | s_full        | commit                       | scores           | S is
-// there, and all products issued before it    | | p_full        | scores, by warps             | products         | P
-// is there; S has been read                      | | dp_full       | commit                       | scores           |
-// dP is there, and all products issued before it   | | ds_full       | scores, by warps             | products | dS is
-// there, twice; dP and the terms are read    | | dq_full       | commit                       | dQ               | dQ
-// is there                                      | | dq_empty      | dQ, by warps                 | products         |
-// dQ has been read                                 | | sums_full     | commit                       | scores | dK and
-// dV are complete                           |
+// A pair of CTAs (cluster = 2, along z: both find the same tile) has 256 keys, 128 in each, and works like one CTA with
+// products of M = 256 (cta_group::2). Of a B operand each CTA loads half: Q and dO by rows (64 queries) for S and dP, Q
+// and dO by columns for dK and dV, K of all 256 keys by columns for dQ. A thread writes its dS into the shared memory
+// of CTA 0 (queries 0-63) or 1, so that dQ of a CTA's 64 queries sums over 256 keys, and half as much is added to the
+// scratch. Rank 0 issues the products, their commits signal both; barriers marked * count arrivals of both at rank 0.
 //
-// Every barrier of the middle part ends one phase a step, so its parity is that of the step.
+// | barrier            | arrives               | waits    | a phase ends when                                        |
+// | k_full *           | loader and TMA        | products | K has landed, zero behind the last key                   |
+// | v_full *           | likewise              |          |                                                          |
+// | k_columns_full *   | likewise; of a pair   |          |                                                          |
+// | q_full[s] *        | loader and TMA        | products | Q has landed, zero behind the last query                 |
+// | q_empty[s]         | commit                | loader   | dK (in a pair S) has read Q                              |
+// | q_columns_full *   | as q_full; of a pair  |          |                                                          |
+// | q_columns_empty    | commit                | loader   | dK has read Q                                            |
+// | terms_full[s]      | loader and copy       | scores   | lse and delta have landed                                |
+// | dout_full[s] *     | loader and TMA        | products | dO has landed                                            |
+// | dout_empty[s]      | commit                | loader   | dV (in a pair dP) has read dO                            |
+// | dout_columns_full *| as dout_full; pair    |          |                                                          |
+// | dout_columns_empty | commit                | loader   | dV has read dO                                           |
+// | landed             | loader and TMA        | loader   | a tile with a tail of garbage has landed                 |
+// | s_full             | commit                | scores   | S is there, and all products issued before it            |
+// | p_full *           | scores, by warps      | products | P is there; S has been read                              |
+// | dp_full            | commit                | scores   | dP is there, and all products issued before it           |
+// | ds_full *          | scores, by warps      | products | dS is there, twice; dP, lse and delta have been read     |
+// | dq_full            | commit                | dQ       | dQ is there                                              |
+// | dq_empty *         | dQ, by warps          | products | dQ has been read                                         |
+// | sums_full          | commit                | scores   | dK and dV are complete                                   |
+//
+// From s_full to dq_empty, every barrier ends one phase a step, so its parity is that of the step.
 //
 // What needs no barrier, because products run in the order of their issue: S overwrites P of the block before, which
 // dV has read; dP and dQ overwrite dS, which dK has read. dS in shared memory is overwritten after dp_full, which
-// follows dQ of the block before.
+// follows dQ of the block before. lse and delta of kStages steps ago: their dK has been waited for, for Q.
 //
 // Rows of Q, dO, K and V behind a sequence's end are zero in shared memory before a product reads them: there TMA
 // brings zeros from outside the tensor and anything from inside, which the loader overwrites. Their lse is +inf, so P
 // is 0.
 //
-// Deterministic: the additions into a query tile are made in ascending order of the key tile. A CTA takes its place
-// from a ticket counter, so it only ever waits for CTAs that have started; each warp waits for the turn of a query tile
-// before it adds its rows, and waits for its additions to be made, not only read, before it passes the turn on.
+// Deterministic: the additions into a query tile are made in ascending order of the key tile. A CTA (a pair, by rank 0)
+// takes its place from a ticket counter, so it only ever waits for CTAs that have started; each warp waits for the turn
+// of a query tile before it adds its rows, and waits for its additions to be made, not only read, before it passes the
+// turn on.
 //
 // Tensor memory (512 columns of 32 bits, all of it, in one allocation for the life of the CTA). h: the warpgroup of
 // scores, 0 or 1, whose own 64 columns of S and dP are.
 //
-//   columns, d and d_v  64, 128       96            (192, 128)            holds                        until
-//   S                   0-127         0-127         0-127                 S, fp32                      scores have it
-//   P[h]                64 h + 32     64 h + 32     0-31, 96-127          P, 16-bit pairs, over S      dV
-//   dP[h]               128 + 64 h    128 + 64 h    128-191, 32-95        dP, fp32                     scores have it
-//   dS[h]               the first 32 of dP[h]                             dS, 16-bit pairs, over dP    dK
-//   dV                  256 ..        256-351       192-319               dV, fp32                     the end
-//   dK                  behind dV     352-447       320-511               dK, fp32                     the end
-//   dQ                  128-255;      128-223       0-191                 dQ, fp32, lanes are queries  dQ has been read
-//                       d 64: 384-447
+//   columns  d 64         96           128          128, pair         (192, 128)       holds                 until
+//   S        0-127        0-127        0-127        0-127             0-127            S, fp32               p_full
+//   P[h]     64 h + 0-31  likewise     likewise     likewise          0-31, 96-127     P in pairs, over S    dV
+//   dP[h]    128-255      128-255      128-255      128-255           128-191, 32-95   dP, fp32              ds_full
+//   dS[h]    128-159, 192-223          likewise     128-159, 224-255  128-159, 32-63   dS in pairs, over dP  dK
+//   dV       256-319      256-351      256-383      256-383           192-319          dV                    the end
+//   dK       320-383      352-447      384-511      384-511           320-511          dK                    the end
+//   dQ       384-447      128-223      128-255      160-223           0-191            dQ, lanes are queries dq_empty
 //
-// Shared memory: K, V, kStages x Q, kDoutStages x dO, dS^T (rows are keys, 64 queries to a panel), 4 x 2 slices of dQ,
-// kStages x (lse, delta), barriers; tiles in panels of 64 columns (sm90/panel.cuh).
+// In a pair M of dQ is 128, 64 queries in each CTA: lanes 64-127 hold the upper half of their columns.
+//
+// Shared memory: K, V, kStages x Q, kDoutStages x dO, dS^T (rows are keys, 64 queries to a panel), 4 x kSliceBuffers
+// slices of dQ, in a pair K, Q and dO by columns, kStages x (lse, delta), barriers; tiles in panels of 64 columns
+// (sm90/panel.cuh).
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -158,7 +158,7 @@ struct Backward : BackwardShape<kType, kHeadDim, kHeadDimV, kTile, kRich> {
         if (group == kSupplyGroup) {
             cutlass::arch::warpgroup_reg_dealloc<kSupplyRegisters>();
             if (warp == 0) {
-                if (Transfer::rank() == 0) BackwardProducts<Shape>::run(arguments, smem, control);
+                if (Transfer::rank() == 0) BackwardProducts<Shape>::run(smem, control);
             } else if (warp == 1) {
                 BackwardSupply<Shape>::load_all(arguments, smem, control, lane);
             }
@@ -206,10 +206,12 @@ struct Backward : BackwardShape<kType, kHeadDim, kHeadDimV, kTile, kRich> {
             // What the key tiles of a head read (and add to): Q, dO and the scratch.
             const int64_t query_bytes = static_cast<int64_t>(attention.seqlen_q) * attention.heads_q /
                                         attention.heads_k * (2 * attention.head_dim_v + 6 * attention.head_dim);
-            arguments.order = make_tile_order(heads, tiles, arguments.bounds.right == 0, query_bytes);
-            // Seen from the keys a causal mask leaves the first tile the most to do: sections of heads, but tiles in
-            // order.
+            // In sections of heads, where a mask or the turns of deterministic calls make tiles wait or end unevenly.
+            // Seen from the keys a causal mask leaves the first tile the most to do: tiles in order.
+            const bool deterministic = arguments.scratch.turns != nullptr;
+            arguments.order = make_tile_order(heads, tiles, arguments.bounds.right == 0 || deterministic, query_bytes);
             arguments.order.heaviest_first = 0;
+            arguments.spreads = 0;
 
             const void* kernel = reinterpret_cast<const void*>(&backward_kernel<Backward>);
             static SharedMemoryOptIn opt_in;

@@ -31,8 +31,7 @@ struct BackwardProducts : Shape {
     static constexpr uint32_t kDqShape = instruction_descriptor<kDataType, kBlockM, kHeadDim, true>() | kAIsMnMajor;
 
     // One warp; of a pair, the leader's.
-    __device__ __forceinline__ static void run(const BackwardArguments& arguments, unsigned char* smem,
-                                               Control& control) {
+    __device__ __forceinline__ static void run(unsigned char* smem, Control& control) {
         const uint32_t smem_address = cute::cast_smem_ptr_to_uint(smem);
         // K-major, as A and B of the scores.
         const uint32_t k_rows = panel_descriptor(smem_address, 16);
@@ -48,9 +47,8 @@ struct BackwardProducts : Shape {
             panel_descriptor(smem_address + (kIsPair ? kKColumnsOffset : 0), kBlockN * kPanelRowBytes);
         const uint32_t ds_columns = panel_descriptor(smem_address + kDsOffset, kDsPanelBytes);
 
-        const QueryWalk walk(arguments.params.attention, control.work);
-        const uint32_t steps = uniform(walk.left);
-        if (walk.left <= 0) return;
+        const uint32_t steps = uniform(control.work.steps);
+        if (steps == 0) return;
 
         const auto commit = [](uint64_t* barrier) {
             if constexpr (kIsPair) {

@@ -39,7 +39,7 @@ struct BackwardReduce : Shape {
         const int part_number = kCtasOfTile == 1 ? warp : (Transfer::rank() * 2 + warp % 2) * 2 + warp / 2;
         uint32_t phase = 0, buffer = 0;
 #pragma unroll 1
-        for (QueryWalk walk(arguments.params.attention, work); walk.left > 0; walk.advance()) {
+        for (QueryWalk walk(arguments, work); walk.left > 0; walk.advance(work)) {
             const int64_t tile = sm90::scratch_tile(arguments, work, walk.head, walk.block);
             float* const part = arguments.scratch.dq + tile * (kBlockM * kHeadDim) + part_number * (32 * kDqColumns);
             Barrier::wait(&control.dq_full, phase);

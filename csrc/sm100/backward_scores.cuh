@@ -7,10 +7,10 @@
 #include "core/numeric.cuh"
 #include "core/philox.cuh"
 #include "core/softmax.cuh"
+#include "core/tanh.cuh"
 #include "ptx/ex2.cuh"
 #include "sm100/backward_shape.cuh"
 #include "sm100/exponential.cuh"
-#include "sm90/scores.cuh"
 
 namespace flash_ext::sm100 {
 
@@ -85,7 +85,7 @@ __device__ __forceinline__ void make_p_rich(float* s, uint32_t (&p)[kScoresAtOnc
         if (arguments.softcap_log2 > 0.f) {
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
-                const float t = sm90::tanh_ex2(s[i + c] * arguments.inner_scale);
+                const float t = tanh_ex2(s[i + c] * arguments.inner_scale);
                 s[i + c] = t * arguments.softcap_log2;
                 chain[c] = fmaf(-t, t, 1.f);
             }

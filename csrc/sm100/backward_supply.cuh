@@ -24,11 +24,10 @@ struct BackwardSupply : Shape {
     // One warp.
     __device__ __forceinline__ static void load_all(const BackwardArguments& arguments, unsigned char* smem,
                                                     Control& control, int lane) {
-        const ForwardParams& attention = arguments.params.attention;
         const volatile BackwardWork& work = control.work;
         const int rank = Transfer::rank();
         uint32_t landed_phase = 0;
-        QueryWalk walk(attention, work);
+        QueryWalk walk(arguments, work);
         if (walk.left <= 0) return;
 
         // A tile of kRows rows, of which `rows` count. With a tail of garbage it lands at a barrier of its own and is
@@ -66,7 +65,7 @@ struct BackwardSupply : Shape {
         load_keys.template operator()<kKeys, kPanels>(arguments.k, &control.k_full, 0, rank * kKeys, 0);
         uint32_t number = 0;  // of the step
 #pragma unroll 1
-        for (; walk.left > 0; walk.advance()) {
+        for (; walk.left > 0; walk.advance(work)) {
             // Queries from `first` on of the block.
             const auto load_queries = [&]<int kRows, int kTilePanels>(const sm90::TensorMap& tensor, uint64_t* full,
                                                                       int offset, int first, int first_column) {

@@ -126,15 +126,18 @@ struct BackwardCompute : Shape {
             }
             store_columns<kHalf / 2>(ds_tmem, ds);  // in one go: in a pair over dP that was loaded last
             wait_stores();
-            // dQ reads dS through the async proxy, in a pair that of both CTAs after an arrival at the leader's
+            // dQ reads dS through the async proxy; in a pair that of both CTAs, after an arrival at the leader's
             // barrier.
             if constexpr (kIsPair) {
                 ptx::fence_proxy_async_shared_cluster();
-                ptx::fence_acq_rel_cluster();
             } else {
                 cutlass::arch::fence_view_async_shared();
             }
             ptx::tcgen05_fence_before_thread_sync();
+            if constexpr (kIsPair) {
+                __syncwarp();
+                if (lane == 0) ptx::fence_acq_rel_cluster();  // the arrival itself releases to its own CTA alone
+            }
             arrive(&control.ds_full);
         }
 

@@ -102,6 +102,7 @@
 #include "core/launch.cuh"
 #include "params.h"
 #include "ptx/cluster.cuh"
+#include "ptx/special_registers.cuh"
 #include "ptx/tcgen05.cuh"
 #include "sm100/backward_compute.cuh"
 #include "sm100/backward_products.cuh"
@@ -132,7 +133,7 @@ struct Backward : BackwardShape<kType, kHeadDim, kHeadDimV, kTile, kRich> {
         extern __shared__ __align__(1024) unsigned char smem[];
         Control& control = *reinterpret_cast<Control*>(smem + kControlOffset);
         const int group = uniform(threadIdx.x / 128);
-        const int warp = uniform(threadIdx.x / 32 % 4), lane = threadIdx.x % 32;
+        const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
         if (threadIdx.x == 0) init_barriers(arguments, control);
         if constexpr (kIsPair) {  // the other CTA runs: its shared memory may be written
             cute::cluster_arrive();
@@ -178,7 +179,7 @@ struct Backward : BackwardShape<kType, kHeadDim, kHeadDimV, kTile, kRich> {
             cute::cluster_arrive();
             cute::cluster_wait();
         }
-        if (group == kSupplyGroup && warp == 0) {
+        if (ptx::tid_x() / 32 == kSupplyGroup * 4) {
             ptx::tcgen05_fence_after_thread_sync();
             allocator.free(0, kTensorMemoryColumns);
         }

@@ -100,7 +100,9 @@ struct BackwardCompute : Shape {
 
             Barrier::wait(&control.dp_full, number & 1);
             ptx::tcgen05_fence_after_thread_sync();
-            uint32_t ds[kHalf / 2];
+            // In a pair dS lies over dP that is loaded last, and is stored in one go.
+            constexpr int kStored = kIsPair ? kHalf / 2 : kChunk / 2;
+            uint32_t ds[kStored];
 #pragma unroll
             for (int column = 0; column < kHalf; column += kChunk) {
                 float dp[kChunk];
@@ -112,19 +114,22 @@ struct BackwardCompute : Shape {
                         dp[i] = rich.kept[column / 32] >> i & 1 ? dp[i] * arguments.dropout_scale : 0.f;
                     }
                 }
-                make_ds<kDataType>(s + column, dp, ds + column / 2, delta + column / 4);
+                uint32_t* const chunk = ds + column / 2 % kStored;
+                make_ds<kDataType>(s + column, dp, chunk, delta + column / 4);
 #pragma unroll
-                for (int i = column / 2; i < (column + kChunk) / 2; i += 4) {
-                    const uint4 words{ds[i], ds[i + 1], ds[i + 2], ds[i + 3]};
-                    const int place = sm90::swizzled_chunk(key, i / 4);
+                for (int i = 0; i < kChunk / 2; i += 4) {
+                    const uint4 words{chunk[i], chunk[i + 1], chunk[i + 2], chunk[i + 3]};
+                    const int place = sm90::swizzled_chunk(key, column / 8 + i / 4);
                     if constexpr (kIsPair) {
                         ptx::st_shared_cluster_v4_b32(ds_panel_cluster + place, words);
                     } else {
                         *reinterpret_cast<uint4*>(ds_panel + place) = words;
                     }
                 }
+                if ((column + kChunk) / 2 % kStored == 0) {
+                    store_columns<kStored>(ds_tmem + (column + kChunk) / 2 - kStored, ds);
+                }
             }
-            store_columns<kHalf / 2>(ds_tmem, ds);  // in one go: in a pair over dP that was loaded last
             wait_stores();
             // dQ reads dS through the async proxy; in a pair that of both CTAs, after an arrival at the leader's
             // barrier.

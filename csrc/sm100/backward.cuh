@@ -63,10 +63,10 @@
 // brings zeros from outside the tensor and anything from inside, which the loader overwrites. Their lse is +inf, so P
 // is 0.
 //
-// Deterministic: the additions into a query tile are made in ascending order of the key tile. A CTA (a pair, by rank 0)
-// takes its place from a ticket counter, so it only ever waits for CTAs that have started; each warp waits for the turn
-// of a query tile before it adds its rows, and waits for its additions to be made, not only read, before it passes the
-// turn on.
+// Deterministic: the additions into a query tile are made in descending order of the key tile. A CTA (a pair, by rank
+// 0) takes its place from a ticket counter, so it only ever waits for CTAs that have started; each warp waits for the
+// turn of a query tile before it adds its rows, and waits for its additions to be made, not only read, before it passes
+// the turn on.
 //
 // Tensor memory (512 columns of 32 bits, all of it, in one allocation for the life of the CTA). h: the warpgroup of
 // scores, 0 or 1, whose own 64 columns of S and dP are.
@@ -207,11 +207,12 @@ struct Backward : BackwardShape<kType, kHeadDim, kHeadDimV, kTile, kRich> {
             // What the key tiles of a head read (and add to): Q, dO and the scratch.
             const int64_t query_bytes = static_cast<int64_t>(attention.seqlen_q) * attention.heads_q /
                                         attention.heads_k * (2 * attention.head_dim_v + 6 * attention.head_dim);
-            // In sections of heads, where a mask or the turns of deterministic calls make tiles wait or end unevenly.
-            // Seen from the keys a causal mask leaves the first tile the most to do: tiles in order.
+            // Sections of heads, but for plain calls, whose tiles of a head all walk the same blocks. Tiles in order:
+            // seen from the keys a causal mask leaves the first the most to do; in deterministic calls from the last to
+            // the first (sm90/backward_work.cuh says why).
             const bool deterministic = arguments.scratch.turns != nullptr;
             arguments.order = make_tile_order(heads, tiles, arguments.bounds.right == 0 || deterministic, query_bytes);
-            arguments.order.heaviest_first = 0;
+            arguments.order.heaviest_first = deterministic;
             arguments.spreads = 0;
 
             const void* kernel = reinterpret_cast<const void*>(&backward_kernel<Backward>);

@@ -60,7 +60,7 @@ struct BackwardCompute : Shape {
         QueryWalk walk(arguments, work);
         const bool has_blocks = walk.left > 0;
 #pragma unroll 1
-        for (; walk.left > 0; walk.advance(work), ++number) {
+        for (; walk.left > 0; walk.advance(), ++number) {
             const uint32_t stage = number % kStages;
             const int first = walk.block * kBlockM + half * kHalf;  // query of column 0
             const float4* const lse =

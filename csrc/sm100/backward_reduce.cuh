@@ -39,7 +39,7 @@ struct BackwardReduce : Shape {
         const int part_number = kCtasOfTile == 1 ? warp : (Transfer::rank() * 2 + warp % 2) * 2 + warp / 2;
         uint32_t phase = 0, buffer = 0;
 #pragma unroll 1
-        for (QueryWalk walk(arguments, work); walk.left > 0; walk.advance(work)) {
+        for (sm90::ProducerWalk walk(arguments, work); walk.left > 0; walk.advance(work)) {
             const int64_t tile = sm90::scratch_tile(arguments, work, walk.head, walk.block);
             float* const part = arguments.scratch.dq + tile * (kBlockM * kHeadDim) + part_number * (32 * kDqColumns);
             Barrier::wait(&control.dq_full, phase);
@@ -90,12 +90,12 @@ struct BackwardReduce : Shape {
     }
 
   private:
-    // Until the key blocks before this one have added to the query tile, each with all its warps.
+    // Until the key blocks behind this one have added to the query tile, each with all its warps.
     __device__ __forceinline__ static void wait_turn(const BackwardArguments& arguments,
                                                      const volatile BackwardWork& work, int64_t tile, int block) {
         const Mask mask{arguments.bounds, work.keys_used - work.queries_used, work.keys_used};
         const int begin = block * kBlockM, end = min(begin + kBlockM, static_cast<int>(work.queries_used));
-        const int mine = (work.begin / kBlockN - key_blocks(mask, begin, end, kBlockN).begin) * kWarps;
+        const int mine = (key_blocks(mask, begin, end, kBlockN).end - 1 - work.begin / kBlockN) * kWarps;
         while (ptx::ld_acquire_gpu(arguments.scratch.turns + tile) < mine) {
         }
     }

@@ -27,7 +27,7 @@ struct BackwardSupply : Shape {
         const volatile BackwardWork& work = control.work;
         const int rank = Transfer::rank();
         uint32_t landed_phase = 0;
-        QueryWalk walk(arguments, work);
+        sm90::ProducerWalk walk(arguments, work);
         if (walk.left <= 0) return;
 
         // A tile of kRows rows, of which `rows` count. With a tail of garbage it lands at a barrier of its own and is

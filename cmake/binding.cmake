@@ -14,11 +14,15 @@ target_include_directories(_C PRIVATE "${CMAKE_SOURCE_DIR}/csrc")
 target_link_libraries(_C PRIVATE ${CMAKE_DL_LIBS})
 set_target_properties(_C PROPERTIES LIBRARY_OUTPUT_DIRECTORY "${CMAKE_BINARY_DIR}")
 
+# One unit: pybind11's headers cost 9 of the 10 s that a source takes, and every Python of a wheel compiles them.
+set_target_properties(_C PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 0)
+
 # FLASH_EXT_BUILD_INFO changes with every commit: only the sources that use it are compiled again.
 foreach(source IN LISTS sources)
   file(STRINGS "${source}" uses REGEX "FLASH_EXT_BUILD_INFO" LIMIT_COUNT 1)
   if(uses)
     set_source_files_properties("${source}" PROPERTIES
+      SKIP_UNITY_BUILD_INCLUSION ON
       COMPILE_OPTIONS "-include;${CMAKE_BINARY_DIR}/build_info.h"
       OBJECT_DEPENDS "${CMAKE_BINARY_DIR}/build_info.h")
   endif()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from ptx_emulator.device_arrays import BFLOAT16, SWIZZLES, aligned_array, tensor_map
+from ptx_emulator.forms import without_hints
 from ptx_emulator.harness import LaunchError, UnitKernels, emulator_options
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -165,6 +167,49 @@ def test_pair_needs_the_cluster_barrier(kernels: UnitKernels, schedule: str) -> 
     assert re.search("hazard: race on shared|is not allocated|no initialised mbarrier", str(error))
 
 
+@pytest.mark.parametrize("sm_count", [2, 4])
+def test_clusters_take_over_others(kernels: UnitKernels, schedule: str, sm_count: int) -> None:
+    """clusterlaunchcontrol: the resident clusters do the work of all, each piece once; a response in both CTAs."""
+    done = np.full(20, -1, np.int32)
+    with emulator_options(sm_count=sm_count):
+        kernels.launch("take_over", 20, 32, done, 0)
+    assert (done[::2] == done[1::2]).all()
+    assert set(done) <= set(range(0, 20, 2)), done
+    assert kernels.statistics().ctas < 20
+
+
+def test_taking_over_needs_the_response(kernels: UnitKernels, schedule: str) -> None:
+    """Its wait; and there is no first CTA of a cluster that was not cancelled."""
+    done = np.zeros(20, np.int32)
+    without_wait = str(error_of(kernels, "take_over", 20, 32, done, 1))
+    assert re.search("race on shared|was not cancelled|outstanding", without_wait)
+    assert "a cluster that was not cancelled" in str(error_of(kernels, "take_over", 20, 32, done, 2))
+
+
+def test_forms_are_noted(kernels: UnitKernels, tmp_path: Path) -> None:
+    """FLASH_EXT_EMULATOR_FORMS: what a kernel's operands and copies look like, each form once, hints left out."""
+    file = tmp_path / "forms.txt"
+    _a, _b, maps, _tensors = operands(kernels, 128, 0, 1)
+    with emulator_options(forms=str(file)):
+        for _ in range(2):
+            kernels.launch("tensor_128_01", 1, 128, *maps, np.zeros((128, 64), np.float32), 0, shared=24576)
+    lines = file.read_text(encoding="utf-8").splitlines()
+    assert len(lines) == len(set(lines))
+    load = "cp.async.bulk.tensor.2d.shared::cluster.global{}.mbarrier::complete_tx::bytes"
+    assert load.format(".tile") in lines
+    file.write_text("\n".join([*lines, load.format("") + ".L2::cache_hint"]), encoding="utf-8")
+    forms = without_hints([file])
+    assert {form for form in forms if form.startswith("cp.")} == {load.format("")}
+    assert {form for form in forms if " " in form} == {
+        "tensor load, 2d, 2-byte elements, swizzle 128",
+        "tcgen05.mma bf16 x bf16",
+        "tcgen05.mma.cta_group::1 M 128 N 64",
+        "tcgen05.mma.cta_group::1 A in shared memory, K-major, swizzle 128, stride",
+        "tcgen05.mma.cta_group::1 A in shared memory, K-major, swizzle 128, stride, begins inside a row of the pattern",
+        "tcgen05.mma.cta_group::1 B in shared memory, MN-major, swizzle 128",
+    }
+
+
 @pytest.mark.parametrize(
     ("what", "report"),
     [
@@ -175,10 +220,12 @@ def test_pair_needs_the_cluster_barrier(kernels: UnitKernels, schedule: str) -> 
         (4, "bits 46 to 48 must be 1"),
         (5, "allocations must not grow"),
         (6, "must be a power of two from 32 to 512"),
+        (7, "after tcgen05.dealloc"),
+        (8, "stores to tensor memory that nothing waited for"),
     ],
 )
 def test_misuse(kernels: UnitKernels, what: int, report: str) -> None:
-    """Lanes, ownership, deallocation, shapes, descriptors."""
+    """Lanes, ownership, deallocation, shapes, descriptors, stores."""
     assert report in str(error_of(kernels, "tensor_misuse", 1, 128, what))
 
 

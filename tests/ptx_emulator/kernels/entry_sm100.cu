@@ -12,6 +12,7 @@ const Entry kEntries[] = {
     PRODUCTS(0),          PRODUCTS(32),        PRODUCTS(64),
     PRODUCTS(128),        ENTRY(tensor_fp8),   ENTRY(tensor_a_in_memory),
     ENTRY(tensor_shapes), ENTRY(pair_product), ENTRY(tensor_misuse),
+    ENTRY(take_over),
 #undef PRODUCTS
 #undef ENTRY
 };

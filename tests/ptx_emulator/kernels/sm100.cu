@@ -339,10 +339,11 @@ __global__ void tensor_misuse(int what) {
     if (threadIdx.x < 32) tensor_alloc(shared_address(&address_storage), what == 6 ? 48 : 32);
     __syncthreads();
     const uint32_t d = address_storage;
-    uint32_t v[8];
+    uint32_t v[8] = {};
     if (what == 0) load8(d + (32u << 16), v);
     if (what == 1) load8(d + 28 + (static_cast<uint32_t>(threadIdx.x / 32 * 32) << 16), v);
     if (what == 2) return;
+    if (what == 8) store8(d + (static_cast<uint32_t>(threadIdx.x / 32 * 32) << 16), v);
     const uint32_t smem = shared_address(shared);
     if (threadIdx.x == 0 && what == 3) {
         product_f16(d, descriptor100(smem, 16, 1024, 128), descriptor100(smem, 16, 1024, 128),
@@ -356,6 +357,59 @@ __global__ void tensor_misuse(int what) {
     if (threadIdx.x < 32) {
         if (what == 5) tensor_alloc(shared_address(&address_storage), 64);
         tensor_dealloc(d, 32);
+        if (what == 7) load8(d + (static_cast<uint32_t>(threadIdx.x / 32 * 32) << 16), v);
+    }
+}
+
+// Clusters of two CTAs take over those that have not started; done[cta]: the first CTA of the cluster that did its
+// work. skip 1: the wait for the response; 2: asks for the place of a cluster that was not there to take over.
+__global__ void __cluster_dims__(2, 1, 1) take_over(int32_t* done, int skip) {
+    __shared__ __align__(16) uint32_t response[4];
+    __shared__ uint64_t barrier_storage;
+    const uint32_t barrier = shared_address(&barrier_storage), to = shared_address(response);
+    if (threadIdx.x == 0) {
+        barrier_init(barrier, 1);
+        barrier_fence();
+    }
+    const uint32_t rank = cluster_rank();
+    uint32_t work = blockIdx.x, valid = 1;
+    for (int phase = 0; valid; phase ^= 1) {
+        if (threadIdx.x == 0) {
+            done[work] = static_cast<int32_t>(blockIdx.x - rank);
+            barrier_expect(barrier, 16);
+        }
+        proxy_fence();  // the response before has been read by both CTAs
+        cluster_arrive();
+        cluster_wait();
+        if (threadIdx.x == 0 && rank == 0) {
+            asm volatile(
+                "clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes.multicast::cluster::all"
+                ".b128 [%0], [%1];" ::"r"(to),
+                "r"(barrier)
+                : "memory");
+        }
+        if (skip != 1) barrier_wait(barrier, phase);
+        uint32_t first = 0;
+        asm volatile(
+            "{\n.reg .pred p;\n.reg .b128 r;\n"
+            "ld.shared.b128 r, [%2];\n"
+            "clusterlaunchcontrol.query_cancel.is_canceled.pred.b128 p, r;\n"
+            "selp.u32 %0, 1, 0, p;\n"
+            "@p clusterlaunchcontrol.query_cancel.get_first_ctaid::x.b32.b128 %1, r;\n}\n"
+            : "=r"(valid), "+r"(first)
+            : "r"(to)
+            : "memory");
+        work = first + rank;
+    }
+    if (skip == 2) {
+        asm volatile(
+            "{\n.reg .b128 r;\n"
+            "ld.shared.b128 r, [%1];\n"
+            "clusterlaunchcontrol.query_cancel.get_first_ctaid.v4.b32.b128 {%0, _, _, _}, r;\n}\n"
+            : "=r"(work)
+            : "r"(to)
+            : "memory");
+        done[0] = static_cast<int32_t>(work);
     }
 }
 

@@ -230,8 +230,9 @@ __global__ void bulk_ring(const float* in, float* out, int tiles, int skip) {
 }
 
 // A tensor box through shared memory: loaded, doubled by threads, stored (mode 0) or added (1) to another tensor, or
-// stored (2) or added (3) as 1024 plain bytes. skip 1: the proxy fence before, 2: the CTA barrier before,
-// 3: wait_group.read before shared memory is written again, 4: the wait before the kernel ends.
+// stored (2) or added (3) as 1024 plain bytes; mode 4: all lanes of a warp issue the store of mode 0. skip 1: the proxy
+// fence before, 2: the CTA barrier before, 3: wait_group.read before shared memory is written again, 4: the wait before
+// the kernel ends.
 __global__ void box_and_back(const CUtensorMap* from, const CUtensorMap* to, float* plain, int x, int y, int mode,
                              int skip) {
     __shared__ __align__(1024) float box[256];
@@ -249,8 +250,9 @@ __global__ void box_and_back(const CUtensorMap* from, const CUtensorMap* to, flo
     box[t] *= 2;
     if (skip != 1) proxy_fence();
     if (skip != 2) __syncthreads();
-    if (t == 0) {
-        if (mode == 0) {
+    const bool stores = t < (mode == 4 ? 32 : 1);
+    if (stores) {
+        if (mode == 0 || mode == 4) {
             asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(to),
                          "r"(x), "r"(y), "r"(at)
                          : "memory");
@@ -273,7 +275,7 @@ __global__ void box_and_back(const CUtensorMap* from, const CUtensorMap* to, flo
     if (skip != 4) {
         __syncthreads();
         box[t] = 0;
-        if (t == 0) bulk_wait();
+        if (stores) bulk_wait();
     }
 }
 

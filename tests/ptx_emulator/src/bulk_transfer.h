@@ -15,6 +15,7 @@ struct BulkPiece {
     uint64_t address = 0;  // global; 0: zeros (or the fill) are written to shared memory
     uint32_t offset = 0;   // in shared memory
     uint32_t bytes = 0;
+    bool operator==(const BulkPiece& o) const { return address == o.address && offset == o.offset && bytes == o.bytes; }
 };
 
 // Copies pieces from global memory into shared memory of `to`, and counts `bytes` on the mbarrier when done. fill: the
@@ -23,7 +24,9 @@ void load_pieces(Warp& warp, uint32_t lane, Cta& to, std::vector<BulkPiece> piec
                  const MemoryReference& barrier, uint32_t fill, uint32_t fill_bytes);
 
 // Copies (reduction nullptr) or reduces pieces of the CTA's shared memory into global memory, in the lane's bulk group.
-void store_pieces(Warp& warp, uint32_t lane, Cta& from, std::vector<BulkPiece> pieces, Reduction reduction);
+// repeated: another lane of the instruction makes the same copy; for the checker the two are one.
+void store_pieces(Warp& warp, uint32_t lane, Cta& from, std::vector<BulkPiece> pieces, Reduction reduction,
+                  bool repeated = false);
 
 // The mbarrier of a bulk copy; reports one whose initialisation no fence made visible to the async proxy.
 MemoryReference bulk_barrier(Warp& warp, uint32_t lane, uint32_t address);

@@ -479,7 +479,7 @@ void Checker::check_in_flight(Warp& warp, const Instruction& instruction) {
 // --------------------------------------------------------------------------------------------------------- reports
 
 void Checker::report_once(uint32_t pc, uint32_t earlier_pc, const std::string& text) {
-    if (reported_.emplace(pc, earlier_pc, "").second) report(text);
+    if (enabled_ && reported_.emplace(pc, earlier_pc, "").second) report(text);
 }
 
 void Checker::report(const std::string& text) {

@@ -49,9 +49,11 @@ void Cta::warp_ended(Warp& warp) {
               id.x, id.y, id.z, warp.index);
     }
     if (warp.tensor_memory.stores_outstanding) {
-        raise(Fault::kIllegalInstruction,
-              "CTA (%u,%u,%u) warp %u ends with stores to tensor memory that nothing waited for", id.x, id.y, id.z,
-              warp.index);
+        machine.checker.report_once(
+            warp.pc(), warp.pc(),
+            format("hazard: CTA (%u,%u,%u) warp %u ends with stores to tensor memory that nothing waited for", id.x,
+                   id.y, id.z, warp.index));
+        warp.tensor_memory.stores.run_through(warp.tensor_memory.stores.issued());
     }
     if (live_threads() == 0 && tensor_memory.allocated) {
         raise(Fault::kIllegalInstruction, "CTA (%u,%u,%u) ends with tensor memory allocated", id.x, id.y, id.z);

@@ -12,7 +12,14 @@ static uint32_t align_up(uint32_t value, uint32_t alignment) {
 }
 
 Machine::Machine(const Program& p, const LaunchConfig& c, const DeviceModel& d, const Options& o)
-    : program(p), config(c), device(d), options(o), random(o.seed), async(o.schedule, random), checker(o.check, *this) {
+    : program(p),
+      config(c),
+      device(d),
+      options(o),
+      random(o.seed),
+      async(o.schedule, random),
+      checker(o.check, *this),
+      forms(o.forms_file.empty() ? nullptr : &Forms::instance()) {
     dynamic_offset_ = align_up(program.static_shared, std::max(program.dynamic_alignment, 16u));
     // The driver reserves the first 1 KB of a CTA's shared memory, so dynamic memory starts at a multiple of 1024 when
     // there is no static memory; kernels that want more alignment than they ask for must find it themselves.
@@ -70,17 +77,26 @@ void Machine::validate() const {
     }
 }
 
-void Machine::fill() {
+Dim3 Machine::first_cta_of(uint64_t cluster) const {
     const Dim3 shape{config.grid.x / config.cluster.x, config.grid.y / config.cluster.y,
                      config.grid.z / config.cluster.z};
+    return {static_cast<uint32_t>(cluster % shape.x) * config.cluster.x,
+            static_cast<uint32_t>(cluster / shape.x % shape.y) * config.cluster.y,
+            static_cast<uint32_t>(cluster / shape.x / shape.y) * config.cluster.z};
+}
+
+bool Machine::cancel_next_cluster(Dim3* first_cta) {
+    if (next_cluster_ == total_clusters_) return false;
+    *first_cta = first_cta_of(next_cluster_++);
+    return true;
+}
+
+void Machine::fill() {
     while (next_cluster_ < total_clusters_ && clusters.size() < resident_limit_) {
         const auto slot = static_cast<uint32_t>(std::find(slots_.begin(), slots_.end(), false) - slots_.begin());
         slots_[slot] = true;
         const uint64_t i = next_cluster_++;
-        const Dim3 first{static_cast<uint32_t>(i % shape.x) * config.cluster.x,
-                         static_cast<uint32_t>(i / shape.x % shape.y) * config.cluster.y,
-                         static_cast<uint32_t>(i / shape.x / shape.y) * config.cluster.z};
-        clusters.push_back(std::make_unique<Cluster>(*this, static_cast<uint32_t>(i), first, slot));
+        clusters.push_back(std::make_unique<Cluster>(*this, static_cast<uint32_t>(i), first_cta_of(i), slot));
         statistics.ctas += static_cast<uint32_t>(config.cluster.count());
         progressed();
     }

@@ -11,6 +11,7 @@
 #include "cluster.h"
 #include "device_model.h"
 #include "execution_counts.h"
+#include "forms.h"
 #include "global_journal.h"
 #include "options.h"
 #include "program.h"
@@ -50,6 +51,8 @@ class Machine {
     uint32_t dynamic_shared_offset() const { return dynamic_offset_; }
     uint32_t shared_bytes() const { return shared_bytes_; }
     std::string deadlock_report() const;
+    // clusterlaunchcontrol.try_cancel: takes the place of the next cluster that has not started. False: there is none.
+    bool cancel_next_cluster(Dim3* first_cta);
 
     const Program& program;
     const LaunchConfig config;
@@ -61,6 +64,7 @@ class Machine {
     std::vector<std::unique_ptr<Cluster>> clusters;  // resident
     std::unique_ptr<GlobalJournal> journal;   // of what is written to global memory, if the launch will be undone
     std::unique_ptr<ExecutionCounts> counts;  // if they were asked for
+    Forms* const forms;                       // where the forms of products and copies are noted; nullptr: nobody asks
     uint64_t progress = 0;
     const Warp* current_warp = nullptr;  // the one whose instruction runs; nullptr: an asynchronous operation
     LaunchStatistics statistics;
@@ -68,10 +72,11 @@ class Machine {
   private:
     void validate() const;
     std::string schedule_text() const;  // for reports
-    void fill();                        // starts clusters while there is room
-    void retire();                      // removes clusters that have ended
-    void run_in_turn();                 // eager, lazy, random
-    void run_by_priority();             // PCT
+    Dim3 first_cta_of(uint64_t cluster) const;
+    void fill();             // starts clusters while there is room
+    void retire();           // removes clusters that have ended
+    void run_in_turn();      // eager, lazy, random
+    void run_by_priority();  // PCT
     // Runs one warp for a while; true: it made progress or used up its budget.
     bool run_warp(Warp& warp, uint32_t budget);
     void check_stall();

@@ -85,6 +85,11 @@ MatrixDescriptor tcgen05_descriptor(uint64_t bits) {
     return d;
 }
 
+const char* name_of(ElementType type) {
+    static const char* const names[] = {"f16", "bf16", "e4m3", "e5m2", "tf32"};
+    return names[static_cast<int>(type)];
+}
+
 float widen_element(ElementType type, const uint8_t* data) {
     uint16_t half;
     uint32_t word;
@@ -136,6 +141,16 @@ void MatrixOperand::for_chunks(F f) const {
             f(at(offset), row, k);
         }
     }
+}
+
+std::string MatrixOperand::form() const {
+    const uint32_t width = 16u << static_cast<uint32_t>(descriptor.swizzle);
+    std::string text = mn_major ? "MN-major" : "K-major";
+    text += descriptor.swizzle == Swizzle::kNone ? ", no swizzle" : format(", swizzle %u", width);
+    if (!mn_major && count > 8) text += ", stride";
+    if (mn_major && count > width / element_size(type)) text += ", several panels";
+    if (descriptor.start % width) text += ", begins inside a row of the pattern";
+    return text;
 }
 
 void MatrixOperand::load(Cta& cta, float* values) const {

@@ -10,6 +10,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "checker.h"
@@ -28,6 +29,8 @@ MatrixDescriptor wgmma_descriptor(uint64_t bits);
 MatrixDescriptor tcgen05_descriptor(uint64_t bits);
 
 enum class ElementType : uint8_t { kF16, kBf16, kE4m3, kE5m2, kTf32 };
+
+const char* name_of(ElementType type);
 
 constexpr uint32_t element_size(ElementType type) {
     return type == ElementType::kTf32 ? 4 : type == ElementType::kF16 || type == ElementType::kBf16 ? 2 : 1;
@@ -49,6 +52,8 @@ struct MatrixOperand {
     void load(Cta& cta, float* values) const;
     // Tells the checker of all reads.
     void record(Checker& checker, const AsyncAgent& agent, Cta& cta) const;
+    // "MN-major, swizzle 128, several panels": which parts of the layout it exercises.
+    std::string form() const;
 
   private:
     // Calls f(offset in shared memory, row, k) for each chunk of 16 bytes; T rows or T k from there.

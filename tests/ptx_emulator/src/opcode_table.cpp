@@ -25,6 +25,7 @@ const OpcodeTable& OpcodeTable::instance() {
         register_wgmma(t);
         register_tcgen05(t);
         register_tcgen05_mma(t);
+        register_launch_control(t);
         return t;
     }();
     return table;

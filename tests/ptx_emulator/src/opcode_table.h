@@ -46,5 +46,6 @@ void register_tensor_copy(OpcodeTable& table);
 void register_wgmma(OpcodeTable& table);
 void register_tcgen05(OpcodeTable& table);
 void register_tcgen05_mma(OpcodeTable& table);
+void register_launch_control(OpcodeTable& table);
 
 }  // namespace ptx_emulator

@@ -90,7 +90,8 @@ void load_pieces(Warp& warp, uint32_t lane, Cta& to, std::vector<BulkPiece> piec
         {}, "bulk copy into shared memory: " + warp.program.where(pc));
 }
 
-void store_pieces(Warp& warp, uint32_t lane, Cta& from, std::vector<BulkPiece> pieces, Reduction reduction) {
+void store_pieces(Warp& warp, uint32_t lane, Cta& from, std::vector<BulkPiece> pieces, Reduction reduction,
+                  bool repeated) {
     Checker& checker = warp.machine.checker;
     BulkGroups& groups = warp.bulk.of_lane(warp, lane);
     const AsyncAgent reader = checker.agent(warp, groups.reads, groups.next_group(), true);
@@ -100,7 +101,7 @@ void store_pieces(Warp& warp, uint32_t lane, Cta& from, std::vector<BulkPiece> p
                                              : AccessKind::kWrite;
     for (const BulkPiece& piece : pieces) {
         checker.shared_access(reader, lane, from, piece.offset, piece.bytes, AccessKind::kRead);
-        checker.global_access(writer, lane, piece.address, piece.bytes, kind);
+        if (!repeated) checker.global_access(writer, lane, piece.address, piece.bytes, kind);
     }
     Cta* source = &from;
     groups.issued = warp.machine.async.submit(

@@ -179,7 +179,7 @@ constexpr const char* kAccessModifiers =
     "weak volatile relaxed acquire release mmio cta cluster gpu sys global shared shared::cta shared::cluster local "
     "param param::entry param::func const ca cg cs lu cv wb wt nc L1::evict_normal L1::evict_unchanged L1::evict_first "
     "L1::evict_last L1::no_allocate L2::evict_normal L2::evict_first L2::evict_last L2::cache_hint L2::64B L2::128B "
-    "L2::256B v2 v4 v8 b8 b16 b32 b64 u8 u16 u32 u64 s8 s16 s32 s64 f32 f64";
+    "L2::256B v2 v4 v8 b8 b16 b32 b64 b128 u8 u16 u32 u64 s8 s16 s32 s64 f32 f64";
 
 void decode_access(DecodeContext& c, bool loads) {
     c.allow(1, kAccessModifiers);
@@ -215,10 +215,11 @@ void decode_access(DecodeContext& c, bool loads) {
     if (data->register_bytes != static_cast<uint32_t>(bytes) || bytes == 1) {
         c.out.handler = loads ? load_narrow : store_narrow;
     } else {
-        c.out.handler = bytes == 2   ? by_count<uint16_t>(loads, elements.size())
-                        : bytes == 4 ? by_count<uint32_t>(loads, elements.size())
-                        : bytes == 8 ? by_count<uint64_t>(loads, elements.size())
-                                     : nullptr;
+        c.out.handler = bytes == 2             ? by_count<uint16_t>(loads, elements.size())
+                        : bytes == 4           ? by_count<uint32_t>(loads, elements.size())
+                        : bytes == 8           ? by_count<uint64_t>(loads, elements.size())
+                        : elements.size() == 1 ? (loads ? load<Word128, 1> : store<Word128, 1>)
+                                               : nullptr;
     }
     if (data->order == MemoryOrder::kAcquire || data->order == MemoryOrder::kRelease) c.set_role(kRoleSynchronization);
     c.out.data = std::move(data);

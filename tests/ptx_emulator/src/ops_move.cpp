@@ -121,11 +121,12 @@ void decode_mov(DecodeContext& c) {
         return;
     }
     c.out.a = c.read(source, bytes);
-    c.out.handler = bytes == 2   ? move<uint16_t>
-                    : bytes == 4 ? move<uint32_t>
-                    : bytes == 8 ? move<uint64_t>
-                    : bytes == 1 ? move<uint8_t>
-                                 : nullptr;
+    c.out.handler = bytes == 2    ? move<uint16_t>
+                    : bytes == 4  ? move<uint32_t>
+                    : bytes == 8  ? move<uint64_t>
+                    : bytes == 1  ? move<uint8_t>
+                    : bytes == 16 ? move<Word128>
+                                  : nullptr;
 }
 
 // cvta and cvta.to. x: the tag of the space, y: to that space (else from it)

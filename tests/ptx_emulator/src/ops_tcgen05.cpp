@@ -16,16 +16,31 @@
 
 namespace ptx_emulator {
 
-void TensorMemory::check(uint32_t column, uint32_t count) const {
+int TensorMemory::first_missing(uint16_t units, uint32_t column, uint32_t count) const {
     if (count == 0 || column + count > kTensorColumns) {
         raise(Fault::kIllegalAddress, "tensor memory columns %u to %u of %u", column, column + count - 1,
               kTensorColumns);
     }
     for (uint32_t unit = column / kTensorAllocationUnit; unit <= (column + count - 1) / kTensorAllocationUnit; ++unit) {
-        if (allocated >> unit & 1) continue;
-        raise(Fault::kIllegalAddress, "tensor memory columns %u to %u: column %u is not allocated by this CTA", column,
-              column + count - 1, unit * kTensorAllocationUnit);
+        if (!(units >> unit & 1)) return static_cast<int>(unit);
     }
+    return -1;
+}
+
+void TensorMemory::require_allocated(uint32_t column, uint32_t count) const {
+    const int unit = first_missing(allocated, column, count);
+    if (unit < 0) return;
+    raise(Fault::kIllegalAddress, "tensor memory columns %u to %u: column %u is not allocated by this CTA", column,
+          column + count - 1, unit * kTensorAllocationUnit);
+}
+
+void TensorMemory::check_access(Warp& by, uint32_t column, uint32_t count) const {
+    if (first_missing(allocated | freed, column, count) >= 0) require_allocated(column, count);
+    if (first_missing(allocated, column, count) < 0 || !by.machine.checker.enabled()) return;
+    by.machine.checker.report_once(
+        by.pc(), by.pc(),
+        format("hazard: access of tensor memory columns %u to %u after tcgen05.dealloc\n  by CTA rank %u warp %u at %s",
+               column, column + count - 1, by.cta.rank, by.index, by.program.where(by.pc()).c_str()));
 }
 
 void TensorMemoryAccess::make_streams(Warp& warp) {
@@ -170,7 +185,7 @@ Step deallocate(Warp& warp, const Instruction& i, LaneMask mask) {
     const uint32_t first = warp.lanes<uint32_t>(i.a)[lane] & 0xffff;
     check_columns(columns);
     TensorMemory& memory = warp.cta.tensor_memory;
-    memory.check(first, columns);
+    memory.require_allocated(first, columns);
     if (first % kTensorAllocationUnit) raise(Fault::kIllegalInstruction, "tcgen05.dealloc of column %u", first);
     warp.tensor_memory.make_streams(warp);
     Checker& checker = warp.machine.checker;
@@ -179,7 +194,9 @@ Step deallocate(Warp& warp, const Instruction& i, LaneMask mask) {
     for (uint32_t column = first; column < first + columns; ++column) {
         checker.tensor_access(agent, warp.cta, column, 0, kTensorLanes, AccessKind::kWrite, false);
     }
-    memory.allocated &= static_cast<uint16_t>(~(unit_mask(columns) << first / kTensorAllocationUnit));
+    const auto units = static_cast<uint16_t>(unit_mask(columns) << first / kTensorAllocationUnit);
+    memory.allocated &= static_cast<uint16_t>(~units);
+    memory.freed |= units;
     warp.machine.progressed();
     return Step::kNext;
 }
@@ -252,7 +269,7 @@ Cell access_base(Warp& warp, const AccessData& data, LaneMask mask) {
               "tensor memory at lane %u: warp %u may access lanes %u to %u, beginning at the first%s", base.lane,
               warp.index, quarter, quarter + 31, whole ? "" : " or in the middle");
     }
-    warp.cta.tensor_memory.check(base.column, data.columns);
+    warp.cta.tensor_memory.check_access(warp, base.column, data.columns);
     return base;
 }
 

@@ -160,9 +160,9 @@ void check_and_record(Warp& warp, Cta* const (&ctas)[2], const Product& p) {
     for (uint32_t c = 0; c < p.data->group; ++c) {
         Cta& cta = *ctas[c];
         require_running(warp, cta);
-        cta.tensor_memory.check(d_column, layout.columns);
+        cta.tensor_memory.check_access(warp, d_column, layout.columns);
         const uint32_t a_columns = 8;
-        if (p.data->a_in_tensor_memory) cta.tensor_memory.check(p.a_tensor & 0xffff, a_columns);
+        if (p.data->a_in_tensor_memory) cta.tensor_memory.check_access(warp, p.a_tensor & 0xffff, a_columns);
         if (!checker.enabled()) continue;
         b_operand(p).record(checker, agent, cta);
         if (p.data->a_in_tensor_memory) {
@@ -178,6 +178,18 @@ void check_and_record(Warp& warp, Cta* const (&ctas)[2], const Product& p) {
                                   layout.sparse_lanes);
         }
     }
+}
+
+void note_forms(Forms& forms, const Product& p) {
+    const Layout layout(*p.data, p.shape);
+    const std::string name = format("tcgen05.mma.cta_group::%u", p.data->group);
+    forms.note(format("%s M %u N %u", name.c_str(), p.shape.m, p.shape.n));
+    forms.note(format("tcgen05.mma %s x %s", name_of(p.shape.a_type), name_of(p.shape.b_type)));
+    forms.note(name + " A in " +
+               (p.data->a_in_tensor_memory ? format("tensor memory, M %u", p.shape.m)
+                                           : "shared memory, " + a_operand(p, layout).form()));
+    forms.note(name + " B in shared memory, " + b_operand(p).form());
+    if (p.shape.negate_a || p.shape.negate_b) forms.note("tcgen05.mma with a negated operand");
 }
 
 // list[0]: disabled lanes; c: enable-input-d
@@ -213,6 +225,7 @@ Step multiply(Warp& warp, const Instruction& i, LaneMask mask) {
             ctas[1] = cta.cluster.ctas[even + 1].get();
         }
         check_and_record(warp, ctas, p);
+        if (warp.machine.forms) note_forms(*warp.machine.forms, p);
         const std::string what = "tcgen05.mma: " + warp.program.where(warp.pc());
         Cta *low = ctas[0], *high = ctas[1];
         warp.machine.async.submit(

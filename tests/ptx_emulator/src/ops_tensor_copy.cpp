@@ -60,6 +60,17 @@ std::vector<BulkPiece> box_pieces(const Warp& warp, const TensorData& data, cons
     return pieces;
 }
 
+void note_form(Warp& warp, const TensorMap& map, const std::vector<BulkPiece>& pieces, const char* what) {
+    if (!warp.machine.forms) return;
+    const uint32_t width = 16u << static_cast<uint32_t>(map.swizzle);
+    const std::string swizzle = map.swizzle == Swizzle::kNone ? "no swizzle" : format("swizzle %u", width);
+    warp.machine.forms->note(
+        format("tensor %s, %ud, %u-byte elements, %s", what, map.rank, map.element_bytes, swizzle.c_str()));
+    uint32_t inside = 0;
+    for (const BulkPiece& piece : pieces) inside += piece.address ? piece.bytes : 0;
+    if (inside < box_bytes(map)) warp.machine.forms->note(format("tensor %s, partly outside of the tensor", what));
+}
+
 // What CU_TENSOR_MAP_FLOAT_OOB_FILL_NAN_REQUEST_ZERO_FMA puts outside of the tensor.
 uint32_t fill_of(const TensorMap& map) {
     return !map.nan_fill ? 0 : map.element_bytes == 2 ? 0x7fffu : 0x7fffffffu;
@@ -73,6 +84,7 @@ Step tensor_load(Warp& warp, const Instruction& i, LaneMask mask) {
         const MemoryReference to = resolve_shared(warp, data.shared.shared_at(warp, lane), bytes, 128);
         const uint32_t barrier_address = data.barrier.shared_at(warp, lane);
         const std::vector<BulkPiece> pieces = box_pieces(warp, data, map, lane, to.offset, true);
+        note_form(warp, map, pieces, "load");
         const uint32_t fill = fill_of(map);
         const uint32_t barrier_rank = barrier_address >> kSharedRankShift;
         if (data.ctas == kNoRegister) {
@@ -103,8 +115,10 @@ Step tensor_load(Warp& warp, const Instruction& i, LaneMask mask) {
     return Step::kNext;
 }
 
+// CUTLASS's sm90 epilogue lets a whole warp issue a store: the lanes write the same bytes to the same place.
 Step tensor_store(Warp& warp, const Instruction& i, LaneMask mask) {
     const auto& data = static_cast<const TensorData&>(*i.data);
+    std::vector<BulkPiece> first;
     for_lanes(mask, [&](uint32_t lane) {
         const TensorMap& map = tensor_map(warp, data, lane);
         const MemoryReference from = resolve_shared(warp, data.shared.shared_at(warp, lane), box_bytes(map), 128);
@@ -118,7 +132,11 @@ Step tensor_store(Warp& warp, const Instruction& i, LaneMask mask) {
                       map.data_type);
             }
         }
-        store_pieces(warp, lane, warp.cta, box_pieces(warp, data, map, lane, from.offset, false), reduction);
+        const std::vector<BulkPiece> pieces = box_pieces(warp, data, map, lane, from.offset, false);
+        note_form(warp, map, pieces, data.reduction.empty() ? "store" : "reduction");
+        const bool repeated = !reduction && pieces == first;
+        if (first.empty()) first = pieces;
+        store_pieces(warp, lane, warp.cta, pieces, reduction, repeated);
     });
     return Step::kNext;
 }

@@ -146,6 +146,17 @@ void check_fence(Warp& warp, const Instruction& i, const ProductData& data) {
     for (uint32_t r = 0; r < i.list_size[0]; ++r) check(i.list[0][r], "an accumulator");
 }
 
+void note_forms(Forms& forms, const ProductData& data, const WarpgroupProduct& product) {
+    const MatrixOperand b{wgmma_descriptor(product.b), data.b_type, data.b_mn_major, 0, data.n};
+    std::string a = "registers";
+    if (!data.a_in_registers) {
+        a = "shared memory, " + MatrixOperand{wgmma_descriptor(product.a), data.a_type, data.a_mn_major, 0, 64}.form();
+    }
+    forms.note("wgmma A in " + a);
+    forms.note("wgmma B in shared memory, " + b.form());
+    if (data.negate_a || data.negate_b) forms.note("wgmma with a negated operand");
+}
+
 // a, b: descriptors, c: scale-d. list: 0 D, 1 A
 Step multiply(Warp& warp, const Instruction& i, LaneMask mask) {
     if (!warp.converged()) return Step::kBlock;
@@ -197,6 +208,7 @@ Step multiply(Warp& warp, const Instruction& i, LaneMask mask) {
         own.in_flight.push_back({number, &i, warp.pc()});
     }
     if (shared.warps < kWarpgroupWarps) return Step::kNext;
+    if (warp.machine.forms) note_forms(*warp.machine.forms, data, product);
     if (index != 0) raise(Fault::kIllegalInstruction, "a warpgroup finishes issuing products out of order");
     Cta* owner = &cta;
     const WarpgroupProduct ready = shared;

@@ -55,6 +55,7 @@ Options Options::from_environment() {
     options.remove = number("FLASH_EXT_EMULATOR_REMOVE", -1);
     if (const char* text = variable("FLASH_EXT_EMULATOR_REMOVE_KERNEL")) options.remove_kernel = text;
     options.stall_limit = static_cast<uint64_t>(number("FLASH_EXT_EMULATOR_STALL_LIMIT", 20'000'000));
+    if (const char* text = variable("FLASH_EXT_EMULATOR_FORMS")) options.forms_file = text;
     options.trace = number("FLASH_EXT_EMULATOR_TRACE", 0) != 0;
     options.count = number("FLASH_EXT_EMULATOR_COUNT", 0) != 0;
     return options;

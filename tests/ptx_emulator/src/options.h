@@ -29,6 +29,7 @@ struct Options {
     uint64_t stall_limit = 20'000'000;  // FLASH_EXT_EMULATOR_STALL_LIMIT: warp instructions without progress
     bool trace = false;                 // FLASH_EXT_EMULATOR_TRACE: one line per launch on stderr
     bool count = false;                 // FLASH_EXT_EMULATOR_COUNT: keep how often each instruction was executed
+    std::string forms_file;             // FLASH_EXT_EMULATOR_FORMS: what kernels use is appended to it; empty: nowhere
 
     // Read anew at every launch. Throws EmulationError(kInvalidConfiguration) on a value that means nothing.
     static Options from_environment();

@@ -173,6 +173,10 @@ void launch(const void* host_function, Dim3 grid, Dim3 block, Dim3 cluster, size
         run_guarded(machine);
         note_launch(name, &machine.statistics);
         if (machine.counts) note_counts(name, machine.statistics, *machine.counts);
+        if (machine.forms) {
+            machine.forms->note_opcodes(program);
+            machine.forms->append_to(options.forms_file);
+        }
         accesses = machine.checker.take_accesses();
         if (options.trace) {
             std::fprintf(stderr, "PTX emulator: %s: %s, %u CTAs, %u resident, %llu warp instructions\n", name,

@@ -20,7 +20,10 @@ constexpr uint32_t kTensorSlice = 16;           // lanes that the checker tells 
 class TensorMemory {
   public:
     // Raises when columns [column, column + count) are not all allocated by this CTA.
-    void check(uint32_t column, uint32_t count) const;
+    void require_allocated(uint32_t column, uint32_t count) const;
+    // The same for an access, but columns that the CTA has had and freed are a hazard: the access may be earlier in
+    // another schedule.
+    void check_access(Warp& by, uint32_t column, uint32_t count) const;
     uint32_t* at(uint32_t lane, uint32_t column) {
         if (cells_.empty()) cells_.assign(size_t{kTensorLanes} * kTensorColumns, 0xffffffffu);
         return &cells_[size_t{lane % kTensorLanes} * kTensorColumns + column];
@@ -31,10 +34,14 @@ class TensorMemory {
     }
 
     uint16_t allocated = 0;                       // one bit per allocation unit
+    uint16_t freed = 0;                           // units that have been allocated before
     uint32_t latest_allocation = kTensorColumns;  // columns; later ones must not be larger
     bool relinquished = false;
 
   private:
+    // The first unit of these columns that is not in a mask, or -1.
+    int first_missing(uint16_t units, uint32_t column, uint32_t count) const;
+
     std::vector<uint32_t> cells_;  // filled with 0xff: NaN
     std::vector<Granule> shadow_;  // per column, a bit per slice of lanes
 };

@@ -13,6 +13,11 @@ constexpr LaneMask lane_bit(uint32_t lane) {
     return LaneMask{1} << lane;
 }
 
+// A .b128 register of one lane.
+struct Word128 {
+    uint64_t low, high;
+};
+
 struct Dim3 {
     uint32_t x = 1, y = 1, z = 1;
     uint64_t count() const { return uint64_t{x} * y * z; }

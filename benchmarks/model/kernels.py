@@ -95,7 +95,8 @@ def load_kernels(file: Path = ROOT / "csrc" / "kernels.toml") -> list[Kernel]:
         for entry in row["tiles"]:
             tile: dict[str, Any] = dict(entry)
             when = tile.pop("when", "")
-            found.append(Kernel(row["path"], row["direction"], *row["head_dim"], tile, when))
+            head_dim, head_dim_v = row["head_dim"]
+            found.append(Kernel(row["path"], row["direction"], head_dim, head_dim_v, tile, when))
     return found
 
 

@@ -1,8 +1,8 @@
 """Compiles CUTLASS's examples against the emulator: known-good kernels, none of them part of this repository.
 
-The sources come from the ``nvidia-cutlass`` wheel: the folder FLASH_EXT_CUTLASS_SOURCE if set (the wheel's
-``cutlass_library/source``), else the wheel is downloaded into ``build/emulator/foreign``. A compilation takes minutes
-and gigabytes and is kept.
+The sources come from the ``nvidia-cutlass`` wheel that the build takes its headers from: the folder
+FLASH_EXT_CUTLASS_SOURCE if set (the wheel's ``cutlass_library/source``), else the wheel is downloaded into
+``build/emulator/foreign``. A compilation takes minutes and gigabytes and is kept.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 
-from ptx_emulator import build
+import toolchain
+from ptx_emulator import build, harness
 
-WHEEL = "nvidia-cutlass==4.2.0.0"
+PREFIX = "cutlass_library/source/"
 SOURCES = Path(__file__).parent / "foreign"
 FOLDER = build.ROOT / "build" / "emulator" / "foreign"
 
@@ -27,18 +29,37 @@ def cutlass_source() -> Path:
     given = os.environ.get("FLASH_EXT_CUTLASS_SOURCE", "")
     if given:
         return Path(given)
-    source = FOLDER / "cutlass_library" / "source"
-    if not (source / "examples").exists():
+    source = FOLDER / toolchain.CUTLASS_REQUIREMENT.replace("==", "-")
+    if not source.exists():
         FOLDER.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(FOLDER), WHEEL]
-        subprocess.run(command, check=True)
-        with zipfile.ZipFile(next(FOLDER.glob("nvidia_cutlass-*.whl"))) as wheel:
-            wheel.extractall(FOLDER)
+        with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
+            command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", folder]
+            subprocess.run([*command, toolchain.CUTLASS_REQUIREMENT], check=True)
+            (wheel,) = Path(folder).glob("*.whl")
+            digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+            if digest != toolchain.CUTLASS_SHA256:
+                raise RuntimeError(f"{wheel.name} has sha256 {digest}, not the pinned {toolchain.CUTLASS_SHA256}")
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(folder, [name for name in archive.namelist() if name.startswith(PREFIX)])
+            (Path(folder) / PREFIX).rename(source)
     return source
 
 
+def instance_of(example: Path, runner: str) -> str:
+    """An example's text without its ``main_single``, which names every kernel it has, for one of them.
+
+    ``runner.cu`` includes it: launches go through its ``flash_ext_launch``, the kernel's class is FlashExtRunner.
+    """
+    text, main, _ = example.read_text(encoding="utf-8").partition("int main_single(")
+    launch = "status = op.run();"
+    if not main or launch not in text:
+        raise ValueError(f"{example} is not the example that runner.cu was written for")
+    text = text.replace(launch, "status = flash_ext_launch([&] { return op.run(); });")
+    return f"{text}\nusing FlashExtRunner = {runner};\n"
+
+
 def build_example(
-    wrapper: str, architecture: str, capability: str, example: str = "", flags: tuple[str, ...] = ()
+    wrapper: str, architecture: str, capability: str, example: str = "", runner: str = "", flags: tuple[str, ...] = ()
 ) -> Path:
     """Compile ``foreign/<wrapper>`` and link it with the emulator.
 
@@ -49,7 +70,9 @@ def build_example(
     architecture, capability : str
         What nvcc compiles for (``"100a"``) and what the device model pretends to be (``"10.0"``).
     example : str
-        For ``example.cu``: the file below CUTLASS's ``examples``.
+        For ``example.cu`` and ``runner.cu``: the file below CUTLASS's ``examples``.
+    runner : str
+        For ``runner.cu``: the class whose kernel is compiled.
     flags : tuple of str
         More for nvcc.
 
@@ -61,16 +84,20 @@ def build_example(
     options = ["-std=c++17", "-O1", "-w", "--expt-relaxed-constexpr", *flags]
     options += ["-gencode", f"arch=compute_{architecture},code=compute_{architecture}"]
     if example:
-        options += [f'-DFLASH_EXT_EXAMPLE="{example}"']
-    text = (SOURCES / wrapper).read_text(encoding="utf-8")
-    key = hashlib.sha256("\n".join([text, *options]).encode()).hexdigest()[:12]
+        options.append(f'-DFLASH_EXT_EXAMPLE="{"instance.cuh" if runner else example}"')
+    text = instance_of(source / "examples" / example, runner) if runner else ""
+    key_text = text + "".join((SOURCES / name).read_text(encoding="utf-8") for name in (wrapper, "curand_kernel.h"))
+    key = hashlib.sha256("\n".join([key_text, *options]).encode()).hexdigest()[:12]
     folder = FOLDER / f"{Path(example or wrapper).stem}-{key}"
     folder.mkdir(parents=True, exist_ok=True)
     unit = folder / "unit.o"
     if not unit.exists():
-        includes = [source / "include", source / "tools/util/include", source / "examples"]
+        includes = [SOURCES, source / "include", source / "tools/util/include", source / "examples"]
         if example:
-            includes.append((source / "examples" / example).parent)
+            includes += [(source / "examples" / example).parent, source / "examples" / "common"]
+        if runner:
+            (folder / "instance.cuh").write_text(text, encoding="utf-8")
+            includes.append(folder)
         command = ["nice", "-n", "10", build.nvcc_command(), *options, *(f"-I{folder}" for folder in includes)]
         command += ["-Xcompiler", "-fPIC", "--keep", "--keep-dir", str(folder), "-c", str(SOURCES / wrapper)]
         scratch = folder / "scratch.o"
@@ -79,8 +106,19 @@ def build_example(
             if file.suffix not in (".ptx", ".o"):
                 file.unlink()
         scratch.replace(unit)
-    ptx = next(folder.glob("*.ptx"))
+    (ptx,) = folder.glob("*.ptx")
     kernels = {name: ptx for name in re.findall(r"\.entry\s+([\w$]+)", ptx.read_text(encoding="utf-8"))}
     library = folder / "libexample.so"
     build.link(library, [unit], kernels, capability)
     return library
+
+
+def with_waits(library: Path) -> Path:
+    """A copy of a library whose kernels wait for each load and store of tensor memory where they issue it."""
+    folder = library.parent / "with_waits"
+    folder.mkdir(exist_ok=True)
+    return harness.edit_ptx(
+        library,
+        folder,
+        lambda ptx: re.sub(r"(\btcgen05\.(ld|st)\.sync[^;]*;)", r"\1 tcgen05.wait::\2.sync.aligned;", ptx),
+    )

@@ -56,7 +56,7 @@ def collect(path: str, file: Path) -> list[str]:
             if "heads" in call:  # more tiles of the same form
                 continue
             try:
-                mutate._run(kernel, call)
+                mutate._prepare(kernel, call)()
             except NotImplementedError:  # the row is for masked calls alone, or for others
                 continue
         if kernel["name"] not in {library.units[symbol] for symbol in library.launched()}:

@@ -111,15 +111,7 @@ class UnitKernels:
 
     def with_ptx(self, folder: Path, edit: Callable[[str], str]) -> UnitKernels:
         """The same kernels, their PTX edited: in a copy of the library in ``folder``."""
-        library = folder / "libunit.so"
-        shutil.copy(self.file, library)
-        edited = folder / "edited.ptx"
-        lines = self.file.with_suffix(".ptx_index").read_text(encoding="utf-8").splitlines()[:1]  # compute_capability
-        for name, ptx in build.read_index(self.file).items():
-            edited.write_text(edit(ptx.read_text(encoding="utf-8")), encoding="utf-8")
-            lines.append(f"{name}\t{edited}")
-        library.with_suffix(".ptx_index").write_text("\n".join(lines) + "\n", encoding="utf-8")
-        return UnitKernels(library_file=library)
+        return UnitKernels(library_file=edit_ptx(self.file, folder, edit))
 
     def statistics(self) -> Statistics:
         """Of the latest launch."""
@@ -130,6 +122,21 @@ class UnitKernels:
     def counts(self) -> list[LaunchCounts]:
         """What the launches since the last call executed under ``emulator_options(count=1)``."""
         return take_counts(self.library)
+
+
+def edit_ptx(library: Path, folder: Path, edit: Callable[[str], str]) -> Path:
+    """A copy of a library and its PTX in ``folder``, the PTX edited. Returns the copy."""
+    copy = folder / library.name
+    shutil.copy(library, copy)
+    edited: dict[Path, Path] = {}
+    lines = library.with_suffix(".ptx_index").read_text(encoding="utf-8").splitlines()[:1]  # compute_capability
+    for name, ptx in build.read_index(library).items():
+        if ptx not in edited:
+            edited[ptx] = folder / f"edited_{len(edited)}.ptx"
+            edited[ptx].write_text(edit(ptx.read_text(encoding="utf-8")), encoding="utf-8")
+        lines.append(f"{name}\t{edited[ptx].resolve()}")
+    copy.with_suffix(".ptx_index").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return copy
 
 
 def _dimensions(value: int | Sequence[int]) -> ctypes.Array[ctypes.c_uint32]:

@@ -3,6 +3,12 @@
 #include FLASH_EXT_EXAMPLE
 #undef main
 
+// Whether main takes char** or const char**.
+template <class Words>
+static int flash_ext_call(int (*example_main)(int, Words), int count, char** arguments) {
+    return example_main(count, const_cast<Words>(arguments));
+}
+
 extern "C" __attribute__((visibility("default"))) int flash_ext_test_main(int count, char** arguments) {
-    return flash_ext_example_main(count, arguments);
+    return flash_ext_call(flash_ext_example_main, count, arguments);
 }

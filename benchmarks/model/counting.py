@@ -78,10 +78,10 @@ def calls_of(kernel: Kernel, causal: bool) -> list[Call]:
         )
         return [Call(side * k, side * k + extra, heads, True) for k, extra, heads in sizes]
     # Whole pairs of tiles, for CTAs of a cluster share the keys of neighbours.
-    sizes = ((2, 2, 2), (5, 2, 2), (3, 4, 2), (3, 2, 6))
+    pairs = ((2, 2, 2), (5, 2, 2), (3, 4, 2), (3, 2, 6))
     if kernel.direction == "backward":
-        return [Call(m * k, n * t, heads, False) for k, t, heads in sizes]
-    return [Call(m * t, n * k, heads, False) for k, t, heads in sizes]
+        return [Call(m * k, n * t, heads, False) for k, t, heads in pairs]
+    return [Call(m * t, n * k, heads, False) for k, t, heads in pairs]
 
 
 @contextmanager

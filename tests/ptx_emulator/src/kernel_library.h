@@ -19,7 +19,8 @@ class KernelLibrary {
     // The library this code is linked into.
     static KernelLibrary& instance();
 
-    // A decoded kernel, with the removal that options ask for, until the next call. Throws kMissingKernel or kInvalidPtx.
+    // A decoded kernel, with the removal that options ask for, until the next call. Throws kMissingKernel or
+    // kInvalidPtx.
     const Program& program(const std::string& kernel, const Options& options);
     const std::string& default_capability();
 

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -303,7 +304,11 @@ def _kind(error: str) -> str:
 
 
 def mutate(
-    library: EmulatedLibrary, kernel: dict[str, Any], helpers: bool = False, done: dict[str, Report] | None = None
+    library: EmulatedLibrary,
+    kernel: dict[str, Any],
+    helpers: bool = False,
+    done: dict[str, Report] | None = None,
+    show: Callable[[str], None] = lambda line: None,
 ) -> list[Report]:
     """Run the mutations of one row of the registry.
 
@@ -318,6 +323,8 @@ def mutate(
     done : dict, optional
         Reports of earlier calls by the kernel's text and calls, to which this one's are added: their outcomes are taken
         for kernels that differ in their type alone.
+    show : callable
+        Called with a line for each outcome.
 
     Returns
     -------
@@ -369,7 +376,9 @@ def mutate(
                 FLASH_EXT_EMULATOR_REMOVE_KERNEL=symbol,
                 FLASH_EXT_EMULATOR_QUIET="1",
             ):
-                report.outcomes.append(Outcome(instruction, _reason(cases, symbol, instruction.number)))
+                outcome = Outcome(instruction, _reason(cases, symbol, instruction.number))
+            report.outcomes.append(outcome)
+            show(f"    {outcome.reason or 'NOT NOTICED':14} {outcome.instruction}")
         reports.append(report)
     return reports
 
@@ -424,7 +433,9 @@ def main() -> int:
     for kernel in flash_ext.kernels():
         if kernel["path"] != arguments.path or (arguments.kernel and kernel["name"] not in arguments.kernel):
             continue
-        reports = mutate(library, kernel, helpers and kernel["direction"] == "backward", done)
+        reports = mutate(
+            library, kernel, helpers and kernel["direction"] == "backward", done, partial(print, flush=True)
+        )
         helpers = helpers and kernel["direction"] != "backward"
         if not reports:
             failures.append(f"{kernel['name']}: no call reaches it")
@@ -432,8 +443,6 @@ def main() -> int:
             noticed = sum(bool(outcome.reason) for outcome in report.outcomes)
             twin = f" (as of {report.twin}, which differs in its type alone)" if report.twin else ""
             print(f"{report.kernel}: {noticed} of {len(report.outcomes)} removals noticed{twin}", flush=True)
-            for outcome in report.outcomes if not twin else []:
-                print(f"    {outcome.reason or 'NOT NOTICED':14} {outcome.instruction}", flush=True)
             failures += problems(report)
     for line in failures:
         print(f"FAIL {line}")

@@ -40,6 +40,12 @@ extern "C" __attribute__((visibility("hidden"))) unsigned arc4random() noexcept 
     return value;
 }
 """,
+    # 2.33, for files of iostream; before, headers made it a call of __fxstat64. 1: the only layout of x86-64.
+    "fstat64": """extern "C" int __fxstat64(int version, int file, void* status) noexcept;
+extern "C" __attribute__((visibility("hidden"))) int fstat64(int file, void* status) noexcept {
+    return __fxstat64(1, file, status);
+}
+""",
 }
 DEFINED = re.compile(
     r"\s*\d+: \S+\s+(?P<size>\d+) (?P<kind>\w+)\s+(?:GLOBAL|WEAK)\s+\w+\s+(?!UND)\S+ "

@@ -15,10 +15,12 @@ import native_build
 import toolchain
 from glibc import Symbol
 
-# C++ that uses what got new versions since 2.28: threads and dlopen moved, libstdc++ asks whether there is one thread.
+# C++ that uses what is new since 2.28: threads and dlopen moved, libstdc++ asks for the number of threads, and for the
+# size of a file.
 SOURCE = """
 #include <dlfcn.h>
 #include <cmath>
+#include <fstream>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -33,7 +35,8 @@ extern "C" int answer(const char* text) {
     } catch (const std::string& message) {
         *sum += static_cast<int>(std::pow(2.0, static_cast<double>(message.size())));
     }
-    return *sum;
+    std::ifstream file("/proc/self/exe");
+    return file.rdbuf()->in_avail() > 0 ? *sum : -1;
 }
 """
 OLDER = (2, 28)

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Every Python of the wheel; torch without the DLPack exchange API (2.4), the first with it (2.10), and a recent one.
 ENVIRONMENTS = ("3.10=torch==2.4.1", "3.11=torch==2.10.0", "3.12=torch==2.13.0", "3.13=torch==2.13.0")
 # What the tests read of the checkout; flash_ext itself stays out.
-TREE = ("tests", "cmake", "csrc", "pyproject.toml", "README.md")
+TREE = ("tests", "benchmarks", "cmake", "csrc", "pyproject.toml", "README.md")
 TEST_REQUIREMENTS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "numpy", "rich>=13")
 
 

@@ -21,7 +21,6 @@ template <class Shape>
 struct ForwardConsumer : Shape {
     using Shape::kBlockM, Shape::kBlockN, Shape::kStages, Shape::kQBuffers, Shape::kPlans, Shape::kCluster;
     using Shape::kDataType, Shape::kIsRich, Shape::kQkSteps, Shape::kOutColumns;
-    using Shape::kHandsQBack;
     using Shape::kQBytes, Shape::kKBytes, Shape::kVBytes, Shape::kKOffset, Shape::kVOffset;
     using Shape::kRows, Shape::kSearches, Shape::kWarpgroups, Shape::kOverlap, Shape::kPingPong, Shape::kCrossTile;
     using typename Shape::Control, typename Shape::SFragment, typename Shape::PFragment, typename Shape::OFragment;
@@ -70,50 +69,34 @@ struct ForwardConsumer : Shape {
                 Barrier::arrive(empty, /*cta_id=*/lane, /*pred=*/lane <= arguments.shares_keys);
             }
         };
-        const auto hand_q_back = [&] {
-            if constexpr (kHandsQBack) {
-                if constexpr (!kSearches) __syncwarp();  // all lanes have read it, for scores once more
-                release(&control.q_empty[q.index]);
-            }
-            q.advance();
-        };
-        // Q of a tile that this warpgroup has nothing to do in.
-        const auto skip_q = [&] {
-            if constexpr (kHandsQBack) Barrier::wait(&control.q_full[q.index], q.phase);
-            hand_q_back();
-        };
         // Blocks that another warpgroup of the tile needs and this one does not: hand them back, keep the order of
         // turns. K and V of a block together, where there may be more of them than stages: the other warpgroup's next K
         // waits for its V, and its V for this one.
-        const auto skip_keys = [&](int count, bool waits = true) {
+        const auto skip_keys = [&](int count) {
 #pragma unroll 1
             for (; count > 0; --count) {
-                if (waits) Barrier::wait(&control.k_full[k.index], k.phase);
+                Barrier::wait(&control.k_full[k.index], k.phase);
                 release_keys(&control.k_empty[k.index]);
                 k.advance();
                 wait_turn();
                 pass_turn();
             }
         };
-        const auto skip_values = [&](int count, bool waits = true) {
+        const auto skip_values = [&](int count) {
 #pragma unroll 1
             for (; count > 0; --count) {
-                if (waits) Barrier::wait(&control.v_full[v.index], v.phase);
+                Barrier::wait(&control.v_full[v.index], v.phase);
                 release_keys(&control.v_empty[v.index]);
                 v.advance();
             }
         };
-        const auto skip_blocks = [&](int count, bool waits = true) {
+        const auto skip_blocks = [&](int count) {
 #pragma unroll 1
             for (; count > 0; --count) {
-                skip_keys(1, waits);
-                skip_values(1, waits);
+                skip_keys(1);
+                skip_values(1);
             }
         };
-        // Of two warpgroups only the second leaves blocks behind its own. When it hands back K, the first has had its
-        // turn of the block before, and so has handed back the K that was in the stage; when it hands back V, the first
-        // has had its turn of this block, and so has handed back the V that was in the stage, and seen this K.
-        constexpr bool kWaitsBehind = !(kPingPong && kWarpgroups == 2 && kStages >= 2);
         const auto issue_qk = [&](uint64_t q_descriptor) {
             Barrier::wait(&control.k_full[k.index], k.phase);
             const uint64_t k_descriptor = k_base + uniform(k.index) * (kKBytes >> 4);
@@ -133,7 +116,6 @@ struct ForwardConsumer : Shape {
             const uint64_t v_descriptor = v_base + uniform(v.index) * (kVBytes >> 4);
             fence_operand(o_frag);
             fence_operand(p_frag);
-            // After issue_qk its fence would do by the letter; ptxas wants one next to each group of products.
             cute::warpgroup_arrive();
 #pragma unroll
             for (int step = 0; step < kBlockN / 16; ++step) {
@@ -151,8 +133,6 @@ struct ForwardConsumer : Shape {
         const auto o_is_done = [&] {
             fence_operand(o_frag);
             fence_operand(p_frag);
-        };
-        const auto hand_v_back = [&] {
             release_keys(&control.v_empty[v.index]);
             v.advance();
         };
@@ -230,7 +210,9 @@ struct ForwardConsumer : Shape {
                 if (next.blocks.end > next.blocks.begin) break;
                 const int count = next.before + next.after;
                 if (count > 0) {
-                    skip_q();
+                    Barrier::wait(&control.q_full[q.index], q.phase);
+                    release(&control.q_empty[q.index]);
+                    q.advance();
                     skip_blocks(count);
                 }
                 write(next.plan->output, false);
@@ -247,39 +229,22 @@ struct ForwardConsumer : Shape {
             }
             return true;
         };
-
-        if constexpr (kPingPong) {
-            if (warpgroup == kWarpgroups - 1) pass_turn();  // the first turn is warpgroup 0's
-        }
-        // O of the tile before still stands in registers when S of the next is issued.
-        TileOutput done{};  // where it goes; no rows: there is none
-        softmax.reset();
-#pragma unroll
-        for (float& o : o_frag) o = 0.f;
-#pragma unroll
-        for (uint32_t& p : p_frag) p = 0;
-        for (;;) {
-            look_ahead();
-            cute::warpgroup_wait<0>();
-            o_is_done();
-            if (tile.rows > 0) {  // there was one
-                hand_v_back();
-                skip_blocks(tile.after, kWaitsBehind);
-                // The plan goes back before another is waited for: next_tile may need more than there are slots.
-                release_plan(tile.plan_index);
-            }
-            if constexpr (!kCrossTile) write(done, true);
-            if (!next_tile()) {
-                if constexpr (kCrossTile) write(done, true);
-                return;
-            }
+        const auto issue_first_qk = [&]() -> uint64_t {
             skip_keys(tile.before);
             Barrier::wait(&control.q_full[q.index], q.phase);
             const uint64_t q_descriptor = q_base + uniform(q.index) * (kQBytes >> 4);
             issue_qk(q_descriptor);
             pass_turn();
-            if constexpr (kCrossTile) write(done, true);
+            return q_descriptor;
+        };
 
+        if constexpr (kPingPong) {
+            if (warpgroup == kWarpgroups - 1) pass_turn();  // the first turn is warpgroup 0's
+        }
+        look_ahead();
+        if (!next_tile()) return;
+        uint64_t q_descriptor = issue_first_qk();
+        for (;;) {
             int block = tile.blocks.end - 1;
             float rescale[2];
             cute::warpgroup_wait<0>();
@@ -304,7 +269,6 @@ struct ForwardConsumer : Shape {
                 if constexpr (kOverlap) cute::warpgroup_wait<0>();
                 fence_operand(s_frag);
                 o_is_done();
-                hand_v_back();
             };
             const auto rescale_o = [&] {
 #pragma unroll
@@ -358,10 +322,30 @@ struct ForwardConsumer : Shape {
                 }
                 masked_end = tile.blocks.begin;
             }
-            hand_q_back();
+            release(&control.q_empty[q.index]);
+            q.advance();
 
             issue_pv();
-            done = tile.plan->output;
+            look_ahead();
+            const TileOutput done = tile.plan->output;
+            cute::warpgroup_wait<0>();
+            o_is_done();
+            skip_blocks(tile.after);
+            // The plan goes back before another is waited for: next_tile may need more than there are slots.
+            release_plan(tile.plan_index);
+            if constexpr (kCrossTile) {
+                const bool is_last = !next_tile();
+                if (is_last) {
+                    write(done, true);
+                    return;
+                }
+                q_descriptor = issue_first_qk();
+                write(done, true);
+            } else {
+                write(done, true);
+                if (!next_tile()) return;
+                q_descriptor = issue_first_qk();
+            }
         }
     }
 };

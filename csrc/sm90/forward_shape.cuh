@@ -42,8 +42,6 @@ struct ForwardShape {
     static constexpr int kConsumerWarps = 4 * kWarpgroups;
     static constexpr int kRows = 64;  // of a warpgroup
     static constexpr int kPlans = 2;
-    // With as many buffers as plans, a plan that has gone back says that its Q has been read.
-    static constexpr bool kHandsQBack = kQBuffers < kPlans;
     static constexpr int kCluster = kTile.cluster;
     static constexpr int kCtasOfTile = 1;
     using Transfer = LocalTransfer;

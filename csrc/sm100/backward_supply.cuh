@@ -108,6 +108,7 @@ struct BackwardSupply : Shape {
                 }
             }
             ++number;
+            __syncwarp();  // the lane that copies and those that only wait stay in the same phase of each barrier
         }
     }
 

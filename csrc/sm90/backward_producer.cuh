@@ -116,6 +116,7 @@ struct BackwardProducer : Shape {
             load_clean<kBlockM, kPanelsV>(arguments.dout, &control.dout_full[dout_stage], control, landed_phase,
                                           smem + kDoutOffset + dout_stage * kDoutBytes, row, walk.head, work.batch,
                                           rows, arguments.query_tail_is_garbage);
+            __syncwarp();  // a lane a whole round of a ring behind would misread its barriers
         }
     }
 

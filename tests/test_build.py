@@ -31,7 +31,8 @@ needs_libraries = pytest.mark.skipif(not BUILT, reason="no path library is built
 def test_a_library_exports_its_abi_and_needs_no_cuda_library(built: str) -> None:
     library = str(ROOT / "flash_ext" / f"libflash_ext_{built}.so")
     exported = {line.split()[-1] for line in run(["nm", "--dynamic", "--defined-only", library]).stdout.splitlines()}
-    declared = set(re.findall(r"\b(flash_ext_\w+)\(", (ROOT / "csrc" / "api" / "abi.h").read_text()))
+    headers = "".join((ROOT / "csrc" / "api" / name).read_text() for name in ("abi.h", "settings.h"))
+    declared = set(re.findall(r"\b(flash_ext_\w+)\(", headers))
     assert exported == declared
     needed = re.findall(r"NEEDED.*\[(.+)\]", run(["readelf", "--dynamic", library]).stdout)
     assert not [name for name in needed if "cuda" in name or "torch" in name]

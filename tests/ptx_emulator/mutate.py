@@ -108,7 +108,7 @@ class EmulatedLibrary:
         self._library = ctypes.CDLL(str(path))
         lines = path.with_suffix(".ptx_index").read_text(encoding="utf-8").splitlines()
         # Mangled name to the unit whose PTX has it: the kernel's own name, or that of the helpers.
-        self._files = {symbol: Path(file) for symbol, file in (line.split("\t") for line in lines)}
+        self._files = {symbol: path.parent / file for symbol, file in (line.split("\t") for line in lines)}
         self.units = {symbol: file.stem for symbol, file in self._files.items()}
         for function in ("launched", "synchronization"):
             getattr(self._library, f"flash_ext_emulator_{function}").restype = ctypes.c_uint64

@@ -1,15 +1,13 @@
 // The sm90 backward (backward.cuh) with 64 keys for each consumer warpgroup: it computes their scores, dS, dK and dV.
 // dQ is shared out by rows or by columns; the parts go through shared memory to bulk reductions.
 //
-// A step of a consumer (query block m, whose S is there); what stands on the right runs in the tensor cores meanwhile:
-//   issue dP[m]; P                                             dP[m]
+// A step of a consumer; what stands on the right runs in the tensor cores meanwhile:
+//   issue S, dP; wait S; P                                     dP
 //   issue dV; wait dP; dS                                      dV       (early_dv = 0: dV is issued behind dS)
-//   dS -> shared memory; issue dK
-//   wait dS of the other warpgroups; issue dQ                  dV, dK
-//   wait dV, dK; Q, dO are free                                dQ
-//   wait dQ; issue S[m+1]; dQ -> shared memory                 S[m+1]
-//   wait S[m+1]                                                         (not left in flight over the loop's back edge:
-//                                                                        ptxas would serialise all products)
+//   dS -> shared memory; wait dS of the other warpgroups; issue dQ, dK
+//   wait dV: dO is free                                        dQ, dK
+//   wait dQ; dQ -> shared memory                               dK
+//   wait dK: Q is free
 //
 // | barrier       | arrives                              | waits         | a phase ends when                         |
 // | k_full        | loader and TMA                       | consumers     | K has landed, zero behind the last key    |
@@ -162,11 +160,14 @@ struct BackwardKeys : BackwardScores<Shape> {
             Scores::template issue_gradient<kHeadDim>(dk_frag, ds_frag, q_rows + stage() * (kQBytes >> 4));
         };
 
-        // One query block whose S is there. kHasNext: computes that of the next under the writing of dQ.
-        const auto step = [&]<bool kHasNext>(int head, int block) {
+        // One query block.
+        const auto step = [&](int head, int block) {
             const float2* terms =
                 reinterpret_cast<const float2*>(smem + kTermsOffset + stage() * kTermsBytes) + lane % 4;
+            issue_s();
             issue_dp();
+            cute::warpgroup_wait<1>();
+            fence_operand(s_frag);
             if constexpr (kIsRich) {
                 Scores::make_p_rich(place, s_frag, p_frag, head, block, terms, [](int) {});
             } else {
@@ -187,37 +188,28 @@ struct BackwardKeys : BackwardScores<Shape> {
                              ds_frag, lane);
             release(&control.ds_full[number % kDsBuffers]);
             if constexpr (!kEarlyDv) issue_dv();
-            issue_dk();
             issue_dq();
+            issue_dk();
             cute::warpgroup_wait<2>();
             fence_operand(dv_frag);
             fence_operand(p_frag);
             release(&control.dout_empty[stage()]);
             cute::warpgroup_wait<1>();
+            fence_operand(dq_frag);
+            write_dq(number);
+            cute::warpgroup_wait<0>();
             fence_operand(dk_frag);
             fence_operand(ds_frag);
             release(&control.q_empty[stage()]);
-            cute::warpgroup_wait<0>();
-            fence_operand(dq_frag);
             ++number;
-            if constexpr (kHasNext) issue_s();
-            write_dq(number - 1);
-            if constexpr (kHasNext) {
-                cute::warpgroup_wait<0>();
-                fence_operand(s_frag);
-            }
         };
 
         QueryWalk walk(arguments, work);
         if (walk.left > 0) {
             Barrier::wait(&control.k_full, 0);
-            issue_s();
             Barrier::wait(&control.v_full, 0);
-            cute::warpgroup_wait<0>();
-            fence_operand(s_frag);
 #pragma unroll 1
-            for (; walk.left > 1; walk.advance()) step.template operator()<true>(walk.head, walk.block);
-            step.template operator()<false>(walk.head, walk.block);
+            for (; walk.left > 0; walk.advance()) step(walk.head, walk.block);
         }
         Scores::write_gradient(place, dk_frag, attention.softmax_scale, arguments.params.dk, attention.head_dim);
         Scores::write_gradient(place, dv_frag, kIsRich ? arguments.dropout_scale : 1.f, arguments.params.dv,

@@ -43,12 +43,4 @@ __device__ __forceinline__ void red_add_f32(float* address, float value, bool ex
         : "memory");
 }
 
-// PTX ISA 9.7.13.6 (red.relaxed.gpu.global.add.v4.f32). 16-byte aligned. Each element is added by itself; nothing comes
-// back.
-__device__ __forceinline__ void red_add_v4_f32(float* address, float a, float b, float c, float d) {
-    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(a), "f"(b), "f"(c),
-                 "f"(d)
-                 : "memory");
-}
-
 }  // namespace flash_ext::ptx

@@ -201,18 +201,10 @@ struct Backward : BackwardShape<kType, kHeadDim, kHeadDimV, kTile, kRich> {
 
         const auto [heads, tiles] = key_tiles(attention, kBlockN);
         if (heads * tiles > 0) {
-            error = encode_maps(arguments);
+            error = sm90::encode_backward_maps(arguments, kQRows, kKeys);
             if (error != cudaSuccess) return error;
             fill_backward_arguments(arguments, kBlockM);
-            // What the key tiles of a head read (and add to): Q, dO and the scratch.
-            const int64_t query_bytes = static_cast<int64_t>(attention.seqlen_q) * attention.heads_q /
-                                        attention.heads_k * (2 * attention.head_dim_v + 6 * attention.head_dim);
-            // Sections of heads, but for plain calls, whose tiles of a head all walk the same blocks. Tiles in order:
-            // seen from the keys a causal mask leaves the first the most to do; in deterministic calls from the last to
-            // the first (sm90/backward_work.cuh says why).
-            const bool deterministic = arguments.scratch.turns != nullptr;
-            arguments.order = make_tile_order(heads, tiles, arguments.bounds.right == 0 || deterministic, query_bytes);
-            arguments.order.heaviest_first = deterministic;
+            sm90::order_key_tiles(arguments, heads, tiles);
             arguments.spreads = 0;
 
             const void* kernel = reinterpret_cast<const void*>(&backward_kernel<Backward>);
@@ -285,34 +277,6 @@ struct Backward : BackwardShape<kType, kHeadDim, kHeadDimV, kTile, kRich> {
                 ptx::st_shared_cluster_v4_b32(other + i * 16, words[i]);
             }
         }
-    }
-
-    static cudaError_t encode_maps(BackwardArguments& arguments) {
-        const BackwardParams& params = arguments.params;
-        const ForwardParams& attention = params.attention;
-        const int32_t q_batch = attention.cu_seqlens_q != nullptr ? 1 : attention.batch;
-        const int32_t k_batch = attention.cu_seqlens_k != nullptr ? 1 : attention.batch;
-        cudaError_t error = sm90::encode(&arguments.k, attention.k, attention.dtype, k_batch, attention.seqlen_k,
-                                         attention.heads_k, attention.head_dim, kKeys);
-        if (error != cudaSuccess) return error;
-        error = sm90::encode(&arguments.v, attention.v, attention.dtype, k_batch, attention.seqlen_k, attention.heads_k,
-                             attention.head_dim_v, kKeys);
-        if (error != cudaSuccess) return error;
-        arguments.key_tail_is_garbage = attention.cu_seqlens_k != nullptr || attention.seqused_k != nullptr ||
-                                        arguments.k.row_step == 0 || arguments.v.row_step == 0;
-        if (attention.seqlen_q == 0) {  // no query is ever loaded
-            arguments.q = arguments.dout = arguments.k;
-            arguments.query_tail_is_garbage = 0;
-            return cudaSuccess;
-        }
-        error = sm90::encode(&arguments.q, attention.q, attention.dtype, q_batch, attention.seqlen_q, attention.heads_q,
-                             attention.head_dim, kQRows);
-        if (error != cudaSuccess) return error;
-        error = sm90::encode(&arguments.dout, params.dout, attention.dtype, q_batch, attention.seqlen_q,
-                             attention.heads_q, attention.head_dim_v, kQRows);
-        arguments.query_tail_is_garbage = attention.cu_seqlens_q != nullptr || attention.seqused_q != nullptr ||
-                                          arguments.q.row_step == 0 || arguments.dout.row_step == 0;
-        return error;
     }
 };
 

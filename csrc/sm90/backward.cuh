@@ -92,19 +92,11 @@ struct Backward : BackwardDesign<kType, kHeadDim, kHeadDimV, kTile, kRich> {
 
         const auto [heads, tiles] = key_tiles(attention, kBlockN);
         if (heads * tiles > 0) {
-            error = encode_maps(arguments);
+            error = encode_backward_maps(arguments, kBlockM, kBlockN, Design::kPromotion);
             if (error != cudaSuccess) return error;
             fill_backward_arguments(arguments, kBlockM);
-            // What the key tiles of a head read (and add to): Q, dO and the scratch.
-            const int64_t query_bytes = static_cast<int64_t>(attention.seqlen_q) * attention.heads_q /
-                                        attention.heads_k * (2 * attention.head_dim_v + 6 * attention.head_dim);
-            // Sections of heads, but for plain calls, whose tiles of a head all walk the same blocks: with a causal
-            // mask for evenly long rows, in deterministic calls so that few tiles of a head run at once, which wait for
-            // one another. Tiles in order: seen from the keys a causal mask leaves the first tile the most to do.
-            const bool deterministic = arguments.scratch.turns != nullptr;
-            arguments.order = make_tile_order(heads, tiles, arguments.bounds.right == 0 || deterministic, query_bytes);
-            arguments.order.heaviest_first = deterministic;  // which takes them from the last to the first
-            arguments.spreads = Design::kSpreads && !deterministic;
+            order_key_tiles(arguments, heads, tiles);
+            arguments.spreads = Design::kSpreads && arguments.scratch.turns == nullptr;
 
             const void* kernel = reinterpret_cast<const void*>(&backward_kernel<Backward>);
             static SharedMemoryOptIn opt_in;
@@ -116,35 +108,6 @@ struct Backward : BackwardDesign<kType, kHeadDim, kHeadDimV, kTile, kRich> {
             if (error != cudaSuccess) return error;
         }
         return launch_backward_postprocess(params, arguments.scratch, kScratch, stream);
-    }
-
-  private:
-    static cudaError_t encode_maps(BackwardArguments& arguments) {
-        const BackwardParams& params = arguments.params;
-        const ForwardParams& attention = params.attention;
-        const int32_t q_batch = attention.cu_seqlens_q != nullptr ? 1 : attention.batch;
-        const int32_t k_batch = attention.cu_seqlens_k != nullptr ? 1 : attention.batch;
-        cudaError_t error = encode(&arguments.k, attention.k, attention.dtype, k_batch, attention.seqlen_k,
-                                   attention.heads_k, attention.head_dim, kBlockN, Design::kPromotion);
-        if (error != cudaSuccess) return error;
-        error = encode(&arguments.v, attention.v, attention.dtype, k_batch, attention.seqlen_k, attention.heads_k,
-                       attention.head_dim_v, kBlockN, Design::kPromotion);
-        if (error != cudaSuccess) return error;
-        arguments.key_tail_is_garbage = attention.cu_seqlens_k != nullptr || attention.seqused_k != nullptr ||
-                                        arguments.k.row_step == 0 || arguments.v.row_step == 0;
-        if (attention.seqlen_q == 0) {  // no query is ever loaded
-            arguments.q = arguments.dout = arguments.k;
-            arguments.query_tail_is_garbage = 0;
-            return cudaSuccess;
-        }
-        error = encode(&arguments.q, attention.q, attention.dtype, q_batch, attention.seqlen_q, attention.heads_q,
-                       attention.head_dim, kBlockM, Design::kPromotion);
-        if (error != cudaSuccess) return error;
-        error = encode(&arguments.dout, params.dout, attention.dtype, q_batch, attention.seqlen_q, attention.heads_q,
-                       attention.head_dim_v, kBlockM, Design::kPromotion);
-        arguments.query_tail_is_garbage = attention.cu_seqlens_q != nullptr || attention.seqused_q != nullptr ||
-                                          arguments.q.row_step == 0 || arguments.dout.row_step == 0;
-        return error;
     }
 };
 

@@ -59,6 +59,7 @@ def configure(
     sm_count: int,
     max_shared_memory: int,
 ) -> None: ...
+def force_tile(block_m: int, block_n: int) -> None: ...
 def forward(
     path: str,
     q: Tensor,

@@ -12,7 +12,7 @@ import re
 
 from flash_ext import _C
 
-__all__ = ["CHECK", "EMULATE", "LIBRARY_DIR", "NO_DLPACK", "PATH", "POISON", "VARIABLES"]
+__all__ = ["CHECK", "EMULATE", "LIBRARY_DIR", "NO_DLPACK", "PATH", "POISON", "TILE", "VARIABLES"]
 
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _MAX_INT32 = 2**31 - 1
@@ -80,13 +80,14 @@ LIBRARY_DIR = os.path.abspath(_read("FLASH_EXT_LIBRARY_DIR")) if _read("FLASH_EX
 if EMULATE is not None and PATH not in (None, EMULATE, "cpu"):
     raise _refuse("FLASH_EXT_PATH", str(PATH), f"{EMULATE} (which FLASH_EXT_EMULATE emulates) or cpu")
 
-_TILE = _read_tile("FLASH_EXT_TILE")
+#: FLASH_EXT_TILE: query rows and key rows of the only tile that is chosen, (0, 0): any. `_C.force_tile` changes it.
+TILE = _read_tile("FLASH_EXT_TILE")
 _C.configure(
     library_dir=LIBRARY_DIR,
     emulated=EMULATE is not None,
     use_dlpack=not NO_DLPACK,
-    block_m=_TILE[0],
-    block_n=_TILE[1],
+    block_m=TILE[0],
+    block_n=TILE[1],
     sm_count=_read_positive("FLASH_EXT_SM_COUNT"),
     max_shared_memory=_read_positive("FLASH_EXT_MAX_SHARED_MEMORY"),
 )

@@ -772,6 +772,21 @@ def test_forced_tile() -> None:
     assert reason.startswith("FLASH_EXT_TILE=128x64 is no tile of path sm80's backward kernels"), reason
 
 
+@in_process(FLASH_EXT_TILE="128x64")
+def test_one_forced_tile_after_another() -> None:
+    """`_C.force_tile` in a process that has chosen already."""
+    from flash_ext import _C
+
+    assert choose(128, 128) == "d128x128_m128n64_plain"
+    _C.force_tile(0, 0)
+    own = choose(128, 128)
+    assert own != "d128x128_m128n64_plain" and choose(64, 64) == "d64x64_m128n128_plain"
+    _C.force_tile(128, 64)
+    assert choose(128, 128) == "d128x128_m128n64_plain"
+    _C.force_tile(1, 1)
+    assert choose(128, 128).startswith("FLASH_EXT_TILE=1x1 is no tile of path sm80's forward kernels")
+
+
 @in_process(FAKE_CC="7.5")
 def test_gpus_that_a_path_does_not_serve() -> None:
     expected = "path sm80 serves GPUs of compute capability 8.0 and newer; Fake GPU 0 has 7.5"

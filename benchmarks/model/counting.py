@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from .kernels import ROOT, Kernel, choose, load_kernels, tiles_of
 sys.path.insert(0, str(ROOT / "tests"))
 
 from ptx_emulator.counts import LaunchCounts, take_counts
+from ptx_emulator.settings import forced_tile
 
 GROUPS = ("scalar", "matrix", "ss", "rs", "copy")
 PARTS = ("launch", "tile", "full", "masked")
@@ -84,20 +83,6 @@ def calls_of(kernel: Kernel, causal: bool) -> list[Call]:
     return [Call(m * t, n * k, heads, False) for k, t, heads in pairs]
 
 
-@contextmanager
-def _environment(**variables: str) -> Iterator[None]:
-    saved = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in saved.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
 class Emulated:
     """flash_ext on an emulated path: one per process."""
 
@@ -131,18 +116,17 @@ class Emulated:
         shapes = ((call.rows, kernel.head_dim), (call.keys, kernel.head_dim), (call.keys, kernel.head_dim_v))
         q, k, v = (torch.randn(1, length, call.heads, dim).bfloat16() for length, dim in shapes)
         backward = kernel.direction == "backward"
-        tile = f"{kernel.block_m}x{kernel.block_n}"
         if backward:
             for tensor in (q, k, v):
                 tensor.requires_grad_()
             out = flash_ext.flash_attn_func(q, k, v, causal=call.causal)
             dout = torch.randn(out.shape).bfloat16()
             take_counts(self._library)
-            with _environment(FLASH_EXT_TILE=tile):
+            with forced_tile(kernel.block_m, kernel.block_n):
                 out.backward(dout)
         else:
             take_counts(self._library)
-            with _environment(FLASH_EXT_TILE=tile):
+            with forced_tile(kernel.block_m, kernel.block_n):
                 flash_ext.flash_attn_func(q, k, v, causal=call.causal)
         found: dict[str, list[LaunchCounts]] = {}
         for launch in take_counts(self._library):

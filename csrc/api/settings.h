@@ -16,6 +16,6 @@ const Settings& settings();
 
 }  // namespace flash_ext
 
-// Exported like the functions of api/abi.h. Before any other call, and by one thread: nothing is locked, and what is
-// known of a device already stays.
+// Exported like the functions of api/abi.h. While no other call runs: nothing is locked, and what is known of a device
+// already stays.
 extern "C" void flash_ext_configure(const flash_ext::Settings* settings);

@@ -90,15 +90,28 @@ std::vector<std::string> available_paths() {
     return result;
 }
 
-Library& Library::get(std::string_view path) {
+std::vector<std::unique_ptr<Library>>& Library::loaded() {
     // Never destroyed: kernels may still run when the interpreter ends.
     static auto* libraries = new std::vector<std::unique_ptr<Library>>();
-    for (const auto& library : *libraries) {
+    return *libraries;
+}
+
+Library& Library::get(std::string_view path) {
+    for (const auto& library : loaded()) {
         if (library->path() == path) return *library;
     }
     check_path_name(path);
-    libraries->emplace_back(new Library(path));
-    return *libraries->back();
+    loaded().emplace_back(new Library(path));
+    return *loaded().back();
+}
+
+void Library::force_tile(int32_t block_m, int32_t block_n) {
+    environment().settings.block_m = block_m;
+    environment().settings.block_n = block_n;
+    for (const auto& library : loaded()) {
+        library->configure_(&environment().settings);
+        library->choices_.clear();
+    }
 }
 
 Library::Library(std::string_view path) : path_(path) {
@@ -125,8 +138,7 @@ Library::Library(std::string_view path) : path_(path) {
         raise_runtime_error(file + " has ABI version " + std::to_string(version) + ", flash_ext._C needs " +
                             std::to_string(kAbiVersion) + "; build both from the same sources");
     }
-    decltype(&flash_ext_configure) configure = nullptr;
-    find(handle, file, "flash_ext_configure", &configure);
+    find(handle, file, "flash_ext_configure", &configure_);
     decltype(&flash_ext_kernels) kernels = nullptr;
     find(handle, file, "flash_ext_kernels", &kernels);
     find(handle, file, "flash_ext_build_info", &build_info_);
@@ -138,7 +150,7 @@ Library::Library(std::string_view path) : path_(path) {
     find(handle, file, "flash_ext_probe", &probe_);
     find(handle, file, "flash_ext_error_name", &error_name_);
     find(handle, file, "flash_ext_error_string", &error_string_);
-    configure(&environment().settings);
+    configure_(&environment().settings);
     kernels_ = kernels(&kernel_count_);
     library.release();  // loaded for good
 }

@@ -5,6 +5,7 @@
 #include <stdint.h>
 
 #include <map>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -29,6 +30,9 @@ class Library {
     // The library of a path, loaded on the first call. Raises ValueError for a name that is no path, RuntimeError if
     // the file is missing, cannot be loaded or was built for another ABI version.
     static Library& get(std::string_view path);
+
+    // From now on only kernels with this tile (0, 0: any), in libraries that are loaded already, too.
+    static void force_tile(int32_t block_m, int32_t block_n);
 
     const std::string& path() const { return path_; }
     const KernelInfo& kernel(int32_t index) const { return kernels_[index]; }
@@ -59,6 +63,8 @@ class Library {
   private:
     explicit Library(std::string_view path);
 
+    static std::vector<std::unique_ptr<Library>>& loaded();
+
     // Packed into three words for hashing.
     struct Key {
         uint64_t kind;  // direction, dtype, device
@@ -80,6 +86,7 @@ class Library {
     std::unordered_map<Key, int32_t, KeyHash> choices_;
     std::map<int32_t, DeviceInfo> devices_;
 
+    decltype(&flash_ext_configure) configure_ = nullptr;
     decltype(&flash_ext_build_info) build_info_ = nullptr;
     decltype(&flash_ext_device_info) device_info_ = nullptr;
     decltype(&flash_ext_choose) choose_ = nullptr;

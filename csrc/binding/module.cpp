@@ -134,6 +134,9 @@ PYBIND11_MODULE(_C, m) {
         py::kw_only(), py::arg("library_dir"), py::arg("emulated"), py::arg("use_dlpack"), py::arg("block_m"),
         py::arg("block_n"), py::arg("sm_count"), py::arg("max_shared_memory"),
         "Sets what the environment says; libraries and tensor types that are known already keep what they had.");
+    m.def("force_tile", &Library::force_tile, py::arg("block_m"), py::arg("block_n"),
+          "Only kernels with this tile from now on, of query rows and key rows; 0, 0: any. FLASH_EXT_TILE does it at "
+          "import; this is for tests that go from one tile to the next.");
     m.def(
         "forward",
         [](std::string_view path, py::handle q, py::handle k, py::handle v, py::handle out, py::handle lse,

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from .settings import forced_tile
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -64,22 +66,16 @@ def run(kernel: dict[str, Any], options: dict[str, Any], device: str) -> dict[st
     tensors = {name: torch.from_numpy(array).to(device, dtype) for name, array in inputs(kernel).items()}
     dout = tensors.pop("dout")
     q, k, v = tensors["q"], tensors["k"], tensors["v"]
-    forced = f"{kernel['block_m']}x{kernel['block_n']}"
+    forced = forced_tile(kernel["block_m"], kernel["block_n"])
     if kernel["direction"] == "forward":
-        os.environ["FLASH_EXT_TILE"] = forced
-        try:
+        with forced:
             out, lse = flash_ext.flash_attn_func(q, k, v, return_lse=True, **options)
-        finally:
-            del os.environ["FLASH_EXT_TILE"]
         return {"out": out, "lse": lse}
     for tensor in tensors.values():
         tensor.requires_grad_()
     out = flash_ext.flash_attn_func(q, k, v, deterministic=True, **options)
-    os.environ["FLASH_EXT_TILE"] = forced
-    try:
+    with forced:
         out.backward(dout)
-    finally:
-        del os.environ["FLASH_EXT_TILE"]
     return {f"d{name}": tensor.grad for name, tensor in tensors.items() if tensor.grad is not None}
 
 

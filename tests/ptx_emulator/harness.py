@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from . import build
 from .counts import LaunchCounts, take_counts
+from .settings import environment
 
 KERNELS = Path(__file__).parent / "kernels"
 
@@ -43,25 +44,14 @@ class Statistics:
 
 @contextmanager
 def emulator_options(**variables: str | int) -> Iterator[None]:
-    """Set environment variables of the emulator (``schedule="pct"`` is FLASH_EXT_EMULATOR_SCHEDULE) for a while.
-
-    ctypes and os.environ share the C environment, so the loaded library sees them.
-    """
+    """Set environment variables of the emulator (``schedule="pct"`` is FLASH_EXT_EMULATOR_SCHEDULE) for a while."""
     names = {
         "cc": "FLASH_EXT_EMULATE_CC",
         "sm_count": "FLASH_EXT_EMULATE_SM_COUNT",
     }
     changed = {names.get(key, f"FLASH_EXT_EMULATOR_{key.upper()}"): str(value) for key, value in variables.items()}
-    saved = {name: os.environ.get(name) for name in changed}
-    os.environ.update(changed)
-    try:
+    with environment(**changed):
         yield
-    finally:
-        for name, value in saved.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 class UnitKernels:

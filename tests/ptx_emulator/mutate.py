@@ -17,8 +17,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,6 +27,8 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+from .settings import environment, forced_tile
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -147,20 +148,6 @@ class EmulatedLibrary:
         return instructions
 
 
-@contextmanager
-def _environment(**variables: str) -> Iterator[None]:
-    saved = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in saved.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
 def _calls(kernel: dict[str, Any]) -> list[dict[str, Any]]:
     """Small calls that reach a kernel and together take each of its loops: full, causal, windowed, with more than two
     blocks of keys and of queries; tiles of which some warps see no key; more tiles for a persistent CTA than its rings
@@ -202,7 +189,7 @@ def _prepare(kernel: dict[str, Any], call: dict[str, Any]) -> Callable[[], list[
     heads, sequences = options.pop("heads", 2), options.pop("sequences", 0)
     generator = torch.Generator().manual_seed(rows * 1000 + keys)
     dtype = getattr(torch, _DTYPES[kernel["dtype"]])
-    tile = f"{kernel['block_m']}x{kernel['block_n']}"
+    tile = (kernel["block_m"], kernel["block_n"])
 
     def random(length: int, heads: int, head_dim: int) -> Tensor:
         return torch.randn(1, length, heads, head_dim, generator=generator).to(dtype)
@@ -217,7 +204,7 @@ def _prepare(kernel: dict[str, Any], call: dict[str, Any]) -> Callable[[], list[
         ]
 
         def run_forward() -> list[Tensor]:
-            with _environment(FLASH_EXT_TILE=tile):
+            with forced_tile(*tile):
                 if not sequences:
                     return list(flash_ext.flash_attn_func(q, k, v, return_lse=True, **options))
                 return list(
@@ -236,7 +223,7 @@ def _prepare(kernel: dict[str, Any], call: dict[str, Any]) -> Callable[[], list[
     fixed_order = str(int(options.get("deterministic", False)))
 
     def run_backward() -> list[Tensor]:
-        with _environment(FLASH_EXT_TILE=tile, FLASH_EXT_EMULATOR_DETERMINISTIC=fixed_order):
+        with forced_tile(*tile), environment(FLASH_EXT_EMULATOR_DETERMINISTIC=fixed_order):
             return list(torch.ops.flash_ext.bwd(dout, None, q, k, v, out, lse, **options))
 
     return run_backward
@@ -283,7 +270,7 @@ def _reason(cases: Sequence[Case], symbol: str, number: int) -> str:
     """Why a changed kernel is noticed, or an empty string."""
     for schedule in SCHEDULES:
         name, _, seed = schedule.partition(" ")
-        with _environment(FLASH_EXT_EMULATOR_SCHEDULE=name, FLASH_EXT_EMULATOR_SEED=seed or "0"):
+        with environment(FLASH_EXT_EMULATOR_SCHEDULE=name, FLASH_EXT_EMULATOR_SEED=seed or "0"):
             for case in cases:
                 if schedule == SCHEDULES[0] and number not in case.executed.get(symbol, ()):
                     continue  # runs as it did before
@@ -371,7 +358,7 @@ def mutate(
         for instruction in instructions[symbol]:
             if instruction.number not in executed:
                 continue
-            with _environment(
+            with environment(
                 FLASH_EXT_EMULATOR_REMOVE=str(instruction.number),
                 FLASH_EXT_EMULATOR_REMOVE_KERNEL=symbol,
                 FLASH_EXT_EMULATOR_QUIET="1",

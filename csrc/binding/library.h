@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "api/abi.h"
+#include "api/settings.h"
 
 namespace flash_ext {
 

@@ -96,7 +96,6 @@ def problem_of(kernel: Kernel, counts: dict[str, Any]) -> Problem:
         stages=kernel.tile["stages"],
         ctas=kernel.tile.get("ctas", 1) if kernel.path == "sm80" else 1,
         share_qk=kernel.head_dim / (kernel.head_dim + kernel.head_dim_v),
-        early_dv=bool(kernel.tile.get("early_dv", 1)),
     )
 
 

@@ -60,7 +60,6 @@ class Problem:
     stages: int
     ctas: int = 1
     share_qk: float = 0.5
-    early_dv: bool = False
 
 
 # Results of MUFU per clock for one warp: a quarter of an SM's 16.
@@ -162,38 +161,31 @@ def sm90_backward(simulation: Simulation, problem: Problem, machine: Machine) ->
             yield Work({}, 2 * machine.load_latency)  # the CTA starts, K and V land
             ss, rs = walker.of(tile[0], "ss"), walker.of(tile[0], "rs")
             product, accumulate = scaled(ss, 1 / 3), scaled(rs, 1 / 2)
-            yield simulation.event("q full", number)
-            s = simulation.submit("tensor", product, latency)
-            yield s
-            for step, kind in enumerate(tile):
+            for kind in tile:
                 scalar = walker.of(kind, "scalar")
                 p, ds, dq_out = scaled(scalar, 0.4), scaled(scalar, 0.4), scaled(scalar, 0.2)
+                yield simulation.event("q full", number)
+                s = simulation.submit("tensor", product, latency)
                 yield simulation.event("dout full", number)
                 dp = simulation.submit("tensor", product, latency)
+                yield s
                 yield from work(machine, p, walker.warps)
-                dv = simulation.submit("tensor", accumulate, latency) if problem.early_dv else None
                 yield dp
                 yield from work(machine, ds, walker.warps)
-                dv = dv or simulation.submit("tensor", accumulate, latency)
-                dk = simulation.submit("tensor", accumulate, latency)
-                meet = simulation.event("ds full", number, arrivals=problem.walkers)
+                dv = simulation.submit("tensor", accumulate, latency)
+                meet = simulation.event("ds stored", number, arrivals=problem.walkers)
                 simulation.arrive(meet)
                 yield meet
                 dq = simulation.submit("tensor", product, latency)
+                dk = simulation.submit("tensor", accumulate, latency)
                 yield dv
                 simulation.arrive(simulation.event("dout free", number, arrivals=problem.walkers))
-                yield dk
-                simulation.arrive(simulation.event("q free", number, arrivals=problem.walkers))
                 yield dq
-                number += 1
-                next_s = None
-                if step + 1 < len(tile):
-                    yield simulation.event("q full", number)
-                    next_s = simulation.submit("tensor", product, latency)
                 yield from work(machine, dq_out, walker.warps)
                 simulation.copy(scaled(outgoing, 1 / problem.walkers), machine.load_latency, Event())
-                if next_s:
-                    yield next_s
+                yield dk
+                simulation.arrive(simulation.event("q free", number, arrivals=problem.walkers))
+                number += 1
             yield from work(machine, walker.of("tile", "scalar"), walker.warps)
 
     for index in range(problem.walkers):

@@ -5,7 +5,9 @@
 #include "common/dq_scratch.cuh"
 #include "core/launch.cuh"
 #include "core/numeric.cuh"
+#include "core/programmatic_launch.cuh"
 #include "core/sequence.cuh"
+#include "ptx/griddepcontrol.cuh"
 
 namespace flash_ext {
 namespace {
@@ -93,6 +95,7 @@ __device__ __forceinline__ float cta_sum(float value) {
 
 __global__ void __launch_bounds__(kThreads)
     backward_preprocess_kernel(const __grid_constant__ HelperArguments arguments) {
+    ptx::griddepcontrol_launch_dependents();
     QueryTile tile;
     if (!find_query_tile(arguments, tile)) return;
     const BackwardParams& params = arguments.params;
@@ -183,6 +186,7 @@ __device__ __forceinline__ uint32_t scaled_pair(const ForwardParams& attention, 
 
 __global__ void __launch_bounds__(kThreads)
     backward_postprocess_kernel(const __grid_constant__ HelperArguments arguments) {
+    ptx::griddepcontrol_wait();
     QueryTile tile;
     if (!find_query_tile(arguments, tile)) return;
     const BackwardParams& params = arguments.params;
@@ -212,6 +216,7 @@ __global__ void __launch_bounds__(kThreads)
 // The same from tiles.
 __global__ void __launch_bounds__(kThreads)
     backward_postprocess_tiles_kernel(const __grid_constant__ HelperArguments arguments) {
+    ptx::griddepcontrol_wait();
     QueryTile tile;
     if (!find_query_tile(arguments, tile)) return;
     const BackwardParams& params = arguments.params;
@@ -259,6 +264,7 @@ __global__ void __launch_bounds__(kThreads)
 // The same from tiles in parts of 32 rows.
 __global__ void __launch_bounds__(kThreads)
     backward_postprocess_lanes_kernel(const __grid_constant__ HelperArguments arguments) {
+    ptx::griddepcontrol_wait();
     QueryTile tile;
     if (!find_query_tile(arguments, tile)) return;
     const BackwardParams& params = arguments.params;
@@ -313,9 +319,10 @@ HelperArguments helper_arguments(const BackwardParams& params, const BackwardScr
             shape};
 }
 
-cudaError_t launch(const void* kernel, dim3 grid, HelperArguments& arguments, cudaStream_t stream) {
+cudaError_t launch(const void* kernel, dim3 grid, HelperArguments& arguments, cudaStream_t stream,
+                   bool programmatic = false) {
     void* kernel_arguments[] = {&arguments};
-    return cudaLaunchKernel(kernel, grid, dim3(kThreads), kernel_arguments, 0, stream);
+    return launch_kernel(kernel, grid, kThreads, 0, stream, kernel_arguments, programmatic);
 }
 
 // Cuts the workspace; with base 0 it only counts.
@@ -382,7 +389,7 @@ cudaError_t launch_backward_preprocess(const BackwardParams& params, const Backw
 }
 
 cudaError_t launch_backward_postprocess(const BackwardParams& params, const BackwardScratch& scratch,
-                                        const ScratchShape& shape, cudaStream_t stream) {
+                                        const ScratchShape& shape, cudaStream_t stream, bool programmatic) {
     HelperArguments arguments = helper_arguments(params, scratch, shape);
     const int64_t tiles = arguments.sequence_heads * arguments.slots;
     if (tiles > 0) {
@@ -390,7 +397,7 @@ cudaError_t launch_backward_postprocess(const BackwardParams& params, const Back
             launch(shape.tile_columns == 0 ? reinterpret_cast<const void*>(&backward_postprocess_kernel)
                    : shape.part_rows == 32 ? reinterpret_cast<const void*>(&backward_postprocess_lanes_kernel)
                                            : reinterpret_cast<const void*>(&backward_postprocess_tiles_kernel),
-                   linear_grid(tiles), arguments, stream);
+                   linear_grid(tiles), arguments, stream, programmatic);
         if (error != cudaSuccess) return error;
     }
     if (params.dsinks == nullptr || params.attention.heads_q == 0) return cudaSuccess;

@@ -43,12 +43,14 @@ int64_t backward_query_slots(const ForwardParams& attention, int block_m);
 int64_t backward_scratch_size(const BackwardParams& params, const ScratchShape& shape);
 BackwardScratch backward_scratch(const BackwardParams& params, const ScratchShape& shape, void* workspace);
 
-// Clears dq, turns and ticket; fills row_terms and the tiles' sums for dsinks.
+// Clears dq, turns and ticket; fills row_terms and the tiles' sums for dsinks. Lets a programmatic launch behind it
+// start early.
 cudaError_t launch_backward_preprocess(const BackwardParams& params, const BackwardScratch& scratch,
                                        const ScratchShape& shape, cudaStream_t stream);
 
-// Scales and rounds dq, writes 0 to rows outside the sequences, adds up dsinks in a fixed order.
+// Scales and rounds dq, writes 0 to rows outside the sequences, adds up dsinks in a fixed order. programmatic: as for
+// launch_kernel.
 cudaError_t launch_backward_postprocess(const BackwardParams& params, const BackwardScratch& scratch,
-                                        const ScratchShape& shape, cudaStream_t stream);
+                                        const ScratchShape& shape, cudaStream_t stream, bool programmatic = false);
 
 }  // namespace flash_ext

@@ -6,11 +6,13 @@
 namespace flash_ext::ptx {
 
 // PTX ISA 9.7.9.25.5.2 (cp.reduce.async.bulk, .add.f32). Adds `bytes` (a multiple of 16) of shared memory to global
-// memory, in this thread's bulk group.
-__device__ __forceinline__ void cp_reduce_async_bulk_add_f32(float* address, uint32_t source_smem, uint32_t bytes) {
-    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(address),
-                 "r"(source_smem), "r"(bytes)
-                 : "memory");
+// memory, in this thread's bulk group. cache_hint: a policy of createpolicy.
+__device__ __forceinline__ void cp_reduce_async_bulk_add_f32(float* address, uint32_t source_smem, uint32_t bytes,
+                                                             uint64_t cache_hint) {
+    asm volatile(
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.L2::cache_hint.add.f32 [%0], [%1], %2, %3;" ::"l"(address),
+        "r"(source_smem), "r"(bytes), "l"(cache_hint)
+        : "memory");
 }
 
 // PTX ISA 9.7.9.25.3 (cp.async.bulk.wait_group). At most kPending of this thread's groups of bulk copies are not

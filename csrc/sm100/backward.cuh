@@ -63,7 +63,7 @@
 // brings zeros from outside the tensor and anything from inside, which the loader overwrites. Their lse is +inf, so P
 // is 0.
 //
-// Deterministic: the additions into a query tile are made in descending order of the key tile. A CTA (a pair, by rank
+// Deterministic: the additions into a query tile are made in ascending order of the key tile. A CTA (a pair, by rank
 // 0) takes its place from a ticket counter, so it only ever waits for CTAs that have started; each warp waits for the
 // turn of a query tile before it adds its rows, and waits for its additions to be made, not only read, before it passes
 // the turn on.

@@ -76,7 +76,8 @@ struct BackwardReduce : Shape {
                     if (lane == 0) {
                         if (deterministic && begin + i == 0) wait_turn(arguments, work, tile, walk.block);
                         ptx::cp_reduce_async_bulk_add_f32(part + (begin + i) * (kSliceBytes / 4),
-                                                          cute::cast_smem_ptr_to_uint(slice_smem), kSliceBytes);
+                                                          cute::cast_smem_ptr_to_uint(slice_smem), kSliceBytes,
+                                                          static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST));
                         cute::tma_store_arrive();
                     }
                 }
@@ -90,12 +91,12 @@ struct BackwardReduce : Shape {
     }
 
   private:
-    // Until the key blocks behind this one have added to the query tile, each with all its warps.
+    // Until the key blocks before this one have added to the query tile, each with all its warps.
     __device__ __forceinline__ static void wait_turn(const BackwardArguments& arguments,
                                                      const volatile BackwardWork& work, int64_t tile, int block) {
         const Mask mask{arguments.bounds, work.keys_used - work.queries_used, work.keys_used};
         const int begin = block * kBlockM, end = min(begin + kBlockM, static_cast<int>(work.queries_used));
-        const int mine = (key_blocks(mask, begin, end, kBlockN).end - 1 - work.begin / kBlockN) * kWarps;
+        const int mine = (work.begin / kBlockN - key_blocks(mask, begin, end, kBlockN).begin) * kWarps;
         while (ptx::ld_acquire_gpu(arguments.scratch.turns + tile) < mine) {
         }
     }

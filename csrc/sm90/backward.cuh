@@ -16,7 +16,7 @@
 // brings zeros from outside the tensor and anything from inside, which the loader overwrites. Their lse is +inf, so P
 // is 0.
 //
-// Deterministic: the additions into a query tile are made in descending order of the key tile. A CTA takes its place
+// Deterministic: the additions into a query tile are made in ascending order of the key tile. A CTA takes its place
 // from a ticket counter, so it only ever waits for CTAs that have started; the reducers wait for the turn of a query
 // tile, not the consumers.
 #pragma once
@@ -31,7 +31,9 @@
 #include "common/backward_helpers.h"
 #include "core/launch.cuh"
 #include "core/numeric.cuh"
+#include "core/programmatic_launch.cuh"
 #include "params.h"
+#include "ptx/griddepcontrol.cuh"
 #include "sm90/backward_keys.cuh"
 #include "sm90/backward_roles.cuh"
 #include "sm90/backward_shape.cuh"
@@ -62,6 +64,7 @@ struct Backward : BackwardDesign<kType, kHeadDim, kHeadDimV, kTile, kRich> {
         Control& control = *reinterpret_cast<Control*>(smem + kControlOffset);
         // The same in all lanes, and the compiler shall know it: descriptors then stay in uniform registers.
         const int warpgroup = uniform(threadIdx.x / 128);
+        if constexpr (Design::kProgrammatic) ptx::griddepcontrol_launch_dependents();
         if (threadIdx.x == 0) {
             cute::prefetch_tma_descriptor(&arguments.q.map);
             cute::prefetch_tma_descriptor(&arguments.k.map);
@@ -69,6 +72,8 @@ struct Backward : BackwardDesign<kType, kHeadDim, kHeadDimV, kTile, kRich> {
             cute::prefetch_tma_descriptor(&arguments.dout.map);
             Design::init_barriers(control);
             cutlass::arch::fence_barrier_init();
+            // Global memory from here on, the ticket first, was prepared by the kernel before this one.
+            if constexpr (Design::kProgrammatic) ptx::griddepcontrol_wait();
             control.work = find_work<kBlockM, kBlockN>(arguments);
         }
         __syncthreads();  // barriers and work are there
@@ -103,11 +108,11 @@ struct Backward : BackwardDesign<kType, kHeadDim, kHeadDimV, kTile, kRich> {
             error = opt_in.ensure(kernel, context->device, kSharedMemory);
             if (error != cudaSuccess) return error;
             void* kernel_arguments[] = {&arguments};
-            error = cudaLaunchKernel(kernel, linear_grid(heads * tiles), dim3(kThreads), kernel_arguments,
-                                     kSharedMemory, stream);
+            error = launch_kernel(kernel, linear_grid(heads * tiles), kThreads, kSharedMemory, stream, kernel_arguments,
+                                  Design::kProgrammatic);
             if (error != cudaSuccess) return error;
         }
-        return launch_backward_postprocess(params, arguments.scratch, kScratch, stream);
+        return launch_backward_postprocess(params, arguments.scratch, kScratch, stream, Design::kProgrammatic);
     }
 };
 

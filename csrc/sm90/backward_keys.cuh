@@ -1,10 +1,10 @@
 // The sm90 backward (backward.cuh) with 64 keys for each consumer warpgroup: it computes their scores, dS, dK and dV.
 // dQ is shared out by rows or by columns; the parts go through shared memory to bulk reductions.
 //
-// A step of a consumer; what stands on the right runs in the tensor cores meanwhile:
+// A step of a consumer, FlashAttention-3's; what stands on the right runs in the tensor cores meanwhile:
 //   issue S, dP; wait S; P                                     dP
-//   issue dV; wait dP; dS                                      dV       (early_dv = 0: dV is issued behind dS)
-//   dS -> shared memory; wait dS of the other warpgroups; issue dQ, dK
+//   wait dP; dS -> shared memory
+//   issue dV; all warpgroups' dS is stored; issue dQ, dK       dV
 //   wait dV: dO is free                                        dQ, dK
 //   wait dQ; dQ -> shared memory                               dK
 //   wait dK: Q is free
@@ -17,14 +17,14 @@
 // | dout_full[s]  | loader and TMA                       | consumers     | dO has landed                             |
 // | dout_empty[s] | each consumer warp                   | loader        | dV has read dO                            |
 // | landed        | loader and TMA                       | loader        | a tile with a tail of garbage has landed  |
-// | ds_full[i]    | each consumer warp                   | consumers     | dS is written                             |
+// | kDsStored     | each consumer thread, which waits    |               | dS is written (a named barrier)           |
 // | dq_full[w]    | each warp of warpgroup w             | reducer w     | its part of dQ is written                 |
 // | dq_empty[w]   | reducer w                            | warpgroup w   | the bulk reduction has read it            |
 //
-// ds_full orders the reuse of its buffers as well: a warpgroup arrives at step m only after its dQ[m-1] is done, and
-// writes at step m + 1 the buffer of m - 1 only after it has waited, at step m, for all to have arrived.
+// kDsStored orders the reuse of dS's buffers as well: a warpgroup comes to it at step m only after its dQ[m-1] is done,
+// and writes at step m + 1 the buffer of m - 1 only after all have come to it at step m.
 //
-// Shared memory: K, V, kStages x (Q, dO), 2 x dS^T (rows are keys), dQ (fp32), kStages x (lse, delta), barriers; tiles
+// Shared memory: K, V, kStages x (Q, dO), 2 x dS, dQ (fp32), kStages x (lse, delta), barriers; tiles
 // in panels of 64 columns (wgmma.cuh).
 #pragma once
 
@@ -51,7 +51,7 @@ struct BackwardKeys : BackwardScores<Shape> {
     using Producer = BackwardProducer<Shape>;
     using Shape::kBlockM, Shape::kBlockN, Shape::kStages, Shape::kRows, Shape::kDataType, Shape::kHeadDim;
     using Shape::kDsBuffers, Shape::kWarpgroups, Shape::kProducerRegisters, Shape::kConsumerRegisters;
-    using Shape::kHeadDimV, Shape::kIsRich, Shape::kEarlyDv, Shape::kDqByRows, Shape::kDqColumns, Shape::kDqPartBytes;
+    using Shape::kHeadDimV, Shape::kIsRich, Shape::kDqByRows, Shape::kDqColumns, Shape::kDqPartBytes;
     using Shape::kTermsOffset, Shape::kTermsBytes, Shape::kQBytes, Shape::kDoutBytes, Shape::kDsBytes;
     using Shape::kVOffset, Shape::kQOffset, Shape::kDoutOffset, Shape::kDsOffset, Shape::kDqOffset;
     using typename Shape::Control, typename Shape::ScoreFragment, typename Shape::PackedFragment;
@@ -74,6 +74,8 @@ struct BackwardKeys : BackwardScores<Shape> {
     }
 
   private:
+    static constexpr uint32_t kDsStored = 1;  // counted from CUTLASS's own
+
     // One warpgroup.
     __device__ __forceinline__ static void consume(const BackwardArguments& arguments, unsigned char* smem,
                                                    Control& control, int warpgroup, int thread) {
@@ -89,8 +91,8 @@ struct BackwardKeys : BackwardScores<Shape> {
         const uint64_t dout_rows = panel_descriptor(smem_address + kDoutOffset, kBlockM * kPanelRowBytes);
         // dQ: its part's rows of dS, its part's columns of K.
         const int dq_column = kDqByRows ? 0 : warpgroup * kDqColumns;
-        const uint64_t ds_columns =
-            panel_descriptor(smem_address + kDsOffset + (kDqByRows ? warpgroup : 0) * kBlockN * kPanelRowBytes, 0);
+        const uint64_t ds_rows =
+            panel_descriptor(smem_address + kDsOffset + (kDqByRows ? warpgroup * kRows * kPanelRowBytes : 0), 0);
         const uint64_t k_columns = panel_descriptor(
             smem_address + dq_column / kPanelColumns * kBlockN * kPanelRowBytes + dq_column % kPanelColumns * 2,
             kBlockN * kPanelRowBytes);
@@ -118,14 +120,13 @@ struct BackwardKeys : BackwardScores<Shape> {
             Scores::template issue_scores<kHeadDimV>(dp_frag, v_rows, dout_rows + stage() * (kDoutBytes >> 4));
         };
         const auto issue_dq = [&] {
-            Barrier::wait(&control.ds_full[number % kDsBuffers], number / kDsBuffers & 1);
-            const uint64_t ds_buffer = ds_columns + number % kDsBuffers * (kDsBytes >> 4);
+            const uint64_t ds_buffer = ds_rows + number % kDsBuffers * (kDsBytes >> 4);
             fence_operand(dq_frag);
             cute::warpgroup_arrive();
 #pragma unroll
             for (int step = 0; step < kBlockN / 16; ++step) {
-                multiply_ss_mn<kDataType, kDqColumns>(dq_frag, ds_buffer + row_step(step), k_columns + row_step(step),
-                                                      step > 0);
+                multiply_ss_k_mn<kDataType, kDqColumns>(dq_frag, ds_buffer + column_step(step, kBlockM),
+                                                        k_columns + row_step(step), step > 0);
             }
             cute::warpgroup_commit_batch();
         };
@@ -140,16 +141,16 @@ struct BackwardKeys : BackwardScores<Shape> {
             release(&control.dq_full[warpgroup]);
         };
         const typename Scores::Thread place{arguments, work, row, lane};
-        const auto make_ds = [&](const float2* delta) {
+        const auto make_ds = [&](const typename Scores::RowTerms& delta) {
 #pragma unroll
             for (int i = 0; i < kBlockM / 8; ++i) {
-                const float2 terms = delta[i * 4];
+                const float2 terms = delta[i];
 #pragma unroll
                 for (int c = 0; c < 4; ++c) {
                     float& dp = dp_frag[4 * i + c];
                     dp = Scores::gradient(arguments, s_frag[4 * i + c], dp, c % 2 ? terms.y : terms.x);
                 }
-                if constexpr (!kEarlyDv && !kIsRich) Scores::pack_group(p_frag, s_frag, i);
+                if constexpr (!kIsRich) Scores::pack_group(p_frag, s_frag, i);
                 Scores::pack_group(ds_frag, dp_frag, i);
             }
         };
@@ -161,33 +162,28 @@ struct BackwardKeys : BackwardScores<Shape> {
         };
 
         // One query block.
-        const auto step = [&](int head, int block) {
+        const auto step = [&](int head, int block, bool is_masked) {
             const float2* terms =
                 reinterpret_cast<const float2*>(smem + kTermsOffset + stage() * kTermsBytes) + lane % 4;
             issue_s();
             issue_dp();
+            const typename Scores::RowTerms lse(terms);
             cute::warpgroup_wait<1>();
             fence_operand(s_frag);
             if constexpr (kIsRich) {
-                Scores::make_p_rich(place, s_frag, p_frag, head, block, terms, [](int) {});
+                Scores::make_p_rich(place, s_frag, p_frag, head, block, is_masked, lse, [](int) {});
             } else {
-                Scores::make_p(place, s_frag, block, terms, [&](int i) {
-                    if constexpr (kEarlyDv) Scores::pack_group(p_frag, s_frag, i);
-                });
+                Scores::make_p(place, s_frag, block, is_masked, lse, [](int) {});
             }
-            if constexpr (kEarlyDv) {
-                issue_dv();
-                cute::warpgroup_wait<1>();
-            } else {
-                cute::warpgroup_wait<0>();
-            }
+            const typename Scores::RowTerms delta(terms + kBlockM / 2);
+            cute::warpgroup_wait<0>();
             fence_operand(dp_frag);
-            make_ds(terms + kBlockM / 2);
-            Scores::store_ds(smem + kDsOffset + number % kDsBuffers * kDsBytes +
-                                 (warpgroup * kRows + thread / 32 * 16) * kPanelRowBytes,
-                             ds_frag, lane);
-            release(&control.ds_full[number % kDsBuffers]);
-            if constexpr (!kEarlyDv) issue_dv();
+            make_ds(delta);
+            Scores::store_ds(smem + kDsOffset + number % kDsBuffers * kDsBytes + warpgroup * kBlockM * kPanelRowBytes,
+                             thread / 32 * 2, ds_frag, lane);
+            issue_dv();
+            cutlass::arch::fence_view_async_shared();  // wgmma reads dS through the async proxy
+            cutlass::arch::NamedBarrier::sync(128 * kWarpgroups, kDsStored);
             issue_dq();
             issue_dk();
             cute::warpgroup_wait<2>();
@@ -209,7 +205,7 @@ struct BackwardKeys : BackwardScores<Shape> {
             Barrier::wait(&control.k_full, 0);
             Barrier::wait(&control.v_full, 0);
 #pragma unroll 1
-            for (; walk.left > 0; walk.advance()) step(walk.head, walk.block);
+            for (; walk.left > 0; walk.advance()) step(walk.head, walk.block, walk.is_masked());
         }
         Scores::write_gradient(place, dk_frag, attention.softmax_scale, arguments.params.dk, attention.head_dim);
         Scores::write_gradient(place, dv_frag, kIsRich ? arguments.dropout_scale : 1.f, arguments.params.dv,
@@ -235,8 +231,7 @@ struct BackwardKeys : BackwardScores<Shape> {
                 added = static_cast<int32_t>(tile);
             }
             float* part = arguments.scratch.dq + (tile * kWarpgroups + warpgroup) * (kDqPartBytes / 4);
-            ptx::cp_reduce_async_bulk_add_f32(part, part_smem, kDqPartBytes);
-            cute::tma_store_arrive();
+            Producer::add(part, part_smem, kDqPartBytes);
             cute::tma_store_wait<0>();
             Barrier::arrive(&control.dq_empty[warpgroup]);
         }

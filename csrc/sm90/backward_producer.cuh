@@ -26,11 +26,12 @@ struct BackwardProducer : Shape {
     // Not kept in a register: the producer has few.
     __device__ __forceinline__ static int lane() { return ptx::tid_x() % 32; }
 
-    // One thread: starts the copies of kTileRows rows into shared memory.
-    template <int kTileRows, int kTilePanels>
+    // One thread: starts the copies of kTileRows rows into shared memory. Those of Q and dO shall stay in the L2 cache
+    // for the other key tiles; K and V are read once.
+    template <int kTileRows, int kTilePanels, cute::TMA::CacheHintSm90 kCacheHint>
     __device__ __forceinline__ static void load(const TensorMap& tensor, uint64_t* barrier, unsigned char* tile_smem,
                                                 int row, int head, int batch) {
-        constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+        constexpr auto kHint = static_cast<uint64_t>(kCacheHint);
         const int head_coordinate = head * tensor.head_step, batch_coordinate = batch * tensor.batch_step;
         const bool has_rows = tensor.row_step != 0;  // else all rows are one, and a box has one row
         const int boxes = has_rows ? 1 : kTileRows;
@@ -60,7 +61,7 @@ struct BackwardProducer : Shape {
     }
 
     // One warp. A tile with a tail of garbage lands at a barrier of its own and is handed on with zeros there.
-    template <int kTileRows, int kTilePanels>
+    template <int kTileRows, int kTilePanels, cute::TMA::CacheHintSm90 kCacheHint>
     __device__ __forceinline__ static void load_clean(const TensorMap& tensor, uint64_t* full, Control& control,
                                                       uint32_t& landed_phase, unsigned char* tile_smem, int row,
                                                       int head, int batch, int rows, bool tail_is_garbage) {
@@ -68,7 +69,7 @@ struct BackwardProducer : Shape {
         uint64_t* const barrier = has_garbage ? &control.landed : full;
         if (lane() == 0) {
             TransactionBarrier::arrive_and_expect_tx(barrier, kTilePanels * kTileRows * kPanelRowBytes);
-            load<kTileRows, kTilePanels>(tensor, barrier, tile_smem, row, head, batch);
+            load<kTileRows, kTilePanels, kCacheHint>(tensor, barrier, tile_smem, row, head, batch);
         }
         if (has_garbage) {
             Barrier::wait(&control.landed, landed_phase);
@@ -83,13 +84,14 @@ struct BackwardProducer : Shape {
     // One warp.
     __device__ __forceinline__ static void load_all(const BackwardArguments& arguments, unsigned char* smem,
                                                     Control& control) {
+        constexpr auto kOnce = cute::TMA::CacheHintSm90::EVICT_FIRST, kOften = cute::TMA::CacheHintSm90::EVICT_LAST;
         const volatile BackwardWork& work = control.work;
         uint32_t landed_phase = 0;
         ProducerWalk walk(arguments, work);
         if (walk.left <= 0) return;
-        load_clean<kBlockN, kPanels>(arguments.k, &control.k_full, control, landed_phase, smem,
-                                     work.keys_start + work.begin, work.head_k, work.batch, work.rows_used,
-                                     arguments.key_tail_is_garbage);
+        load_clean<kBlockN, kPanels, kOnce>(arguments.k, &control.k_full, control, landed_phase, smem,
+                                            work.keys_start + work.begin, work.head_k, work.batch, work.rows_used,
+                                            arguments.key_tail_is_garbage);
 #pragma unroll 1
         for (; walk.left > 0; walk.advance(work)) {
             const uint32_t number = work.steps - walk.left;  // of the step
@@ -103,35 +105,41 @@ struct BackwardProducer : Shape {
                     arguments.scratch.row_terms + scratch_tile(arguments, work, walk.head, walk.block) * kBlockM,
                     &control.q_full[stage], smem + kTermsOffset + stage * kTermsBytes, kTermsBytes);
             }
-            load_clean<kBlockM, kPanels>(arguments.q, &control.q_full[stage], control, landed_phase,
-                                         smem + kQOffset + stage * kQBytes, row, walk.head, work.batch, rows,
-                                         arguments.query_tail_is_garbage);
+            load_clean<kBlockM, kPanels, kOften>(arguments.q, &control.q_full[stage], control, landed_phase,
+                                                 smem + kQOffset + stage * kQBytes, row, walk.head, work.batch, rows,
+                                                 arguments.query_tail_is_garbage);
             if (number == 0) {
-                load_clean<kBlockN, kPanelsV>(arguments.v, &control.v_full, control, landed_phase, smem + kVOffset,
-                                              work.keys_start + work.begin, work.head_k, work.batch, work.rows_used,
-                                              arguments.key_tail_is_garbage);
+                load_clean<kBlockN, kPanelsV, kOnce>(arguments.v, &control.v_full, control, landed_phase,
+                                                     smem + kVOffset, work.keys_start + work.begin, work.head_k,
+                                                     work.batch, work.rows_used, arguments.key_tail_is_garbage);
             }
             const uint32_t dout_stage = number % kDoutStages, dout_phase = number / kDoutStages & 1;
             Barrier::wait(&control.dout_empty[dout_stage], dout_phase ^ 1);
-            load_clean<kBlockM, kPanelsV>(arguments.dout, &control.dout_full[dout_stage], control, landed_phase,
-                                          smem + kDoutOffset + dout_stage * kDoutBytes, row, walk.head, work.batch,
-                                          rows, arguments.query_tail_is_garbage);
+            load_clean<kBlockM, kPanelsV, kOften>(arguments.dout, &control.dout_full[dout_stage], control, landed_phase,
+                                                  smem + kDoutOffset + dout_stage * kDoutBytes, row, walk.head,
+                                                  work.batch, rows, arguments.query_tail_is_garbage);
             __syncwarp();  // a lane a whole round of a ring behind would misread its barriers
         }
     }
 
-    // Until the key blocks behind this one have made all their additions to the query tile.
+    // One thread: adds to the scratch, which shall stay in the L2 cache for the other key tiles.
+    __device__ __forceinline__ static void add(float* sums, uint32_t source_smem, uint32_t bytes) {
+        ptx::cp_reduce_async_bulk_add_f32(sums, source_smem, bytes,
+                                          static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST));
+        cute::tma_store_arrive();
+    }
+
+    // Until the key blocks before this one have made all their additions to the query tile.
     __device__ __forceinline__ static void wait_turn(const BackwardArguments& arguments,
                                                      const volatile BackwardWork& work, int64_t tile, int block) {
         const Mask mask{arguments.bounds, work.keys_used - work.queries_used, work.keys_used};
         const int begin = block * kBlockM, end = min(begin + kBlockM, static_cast<int>(work.queries_used));
-        const int mine = (key_blocks(mask, begin, end, kBlockN).end - 1 - work.begin / kBlockN) * kTurns;
+        const int mine = (work.begin / kBlockN - key_blocks(mask, begin, end, kBlockN).begin) * kTurns;
         while (ptx::ld_acquire_gpu(arguments.scratch.turns + tile) < mine) {
         }
     }
 
     // Hands on the turn of a query tile once this thread's bulk reductions have been made, not only their source read.
-    // Called when the next tile is there, by when they have been.
     __device__ __forceinline__ static void end_turn(const BackwardArguments& arguments, int64_t tile) {
         ptx::cp_async_bulk_wait_group<0>();
         ptx::red_release_gpu_add(arguments.scratch.turns + tile, 1);

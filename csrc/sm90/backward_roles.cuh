@@ -11,7 +11,7 @@
 //   scores:     P; issue dV; issue S[m+1]; wait both
 //   gradients:  dP is there: wait P; dS; issue dK; issue dP[m+1]; wait both
 //   queries:    wait dS; for each slice: issue dQ; wait; 64 columns at a time -> shared memory
-//   reducer:    bulk reductions of these into the scratch
+//   reducers:   bulk reductions of these into the scratch, a block each in turn
 //
 // | barrier       | arrives                      | waits               | a phase ends when                           |
 // | k_full        | loader and TMA               | scores, queries     | K has landed, zero behind the last key      |
@@ -26,7 +26,7 @@
 // | p_empty       | each warp of gradients       | scores              | P is in registers                           |
 // | ds_full[i]    | each warp of gradients       | queries             | dS is written                               |
 // | ds_empty[i]   | each warp of queries         | gradients           | dQ has read it                              |
-// | dq_full[i]    | each warp of queries         | reducer             | 64 columns of dQ are written                |
+// | dq_full[r][c] | each warp of queries         | reducer r           | 64 columns of dQ, chunk c, are written      |
 // | dq_empty[i]   | reducer                      | queries             | the bulk reduction has read them            |
 //
 // Shared memory: K, V, kStages x Q, kDoutStages x dO, 2 x dS^T (rows are keys), P (fp32), kDqBuffers x 64 columns of dQ
@@ -58,7 +58,7 @@ struct BackwardRoles : BackwardScores<Shape> {
     using Shape::kDataType, Shape::kHeadDim, Shape::kHeadDimV, Shape::kIsRich;
     using Shape::kDqSlice, Shape::kDqBuffers, Shape::kDqBufferColumns, Shape::kDqBufferBytes;
     using Shape::kQBytes, Shape::kDoutBytes, Shape::kDsBytes, Shape::kTermsBytes;
-    using Shape::kTermsOffset;
+    using Shape::kTermsOffset, Shape::kDqChunks, Shape::kReducers;
     using Shape::kVOffset, Shape::kQOffset, Shape::kDoutOffset, Shape::kDsOffset, Shape::kPOffset, Shape::kDqOffset;
     using typename Shape::Control, typename Shape::ScoreFragment, typename Shape::PackedFragment;
     using typename Shape::DkFragment, typename Shape::DvFragment, typename Shape::DqFragment;
@@ -70,8 +70,8 @@ struct BackwardRoles : BackwardScores<Shape> {
             const int warp = thread / 32, lane = thread % 32;
             if (warp == 0) {
                 Producer::load_all(arguments, smem, control);
-            } else if (warp == 1 && lane == 0) {
-                reduce_dq(arguments, smem, control);
+            } else if (warp <= kReducers && lane == 0) {
+                reduce_dq(arguments, smem, control, warp - 1);
             }
         } else if (warpgroup == 1) {
             cutlass::arch::warpgroup_reg_alloc<Shape::kScoresRegisters>();
@@ -137,16 +137,17 @@ struct BackwardRoles : BackwardScores<Shape> {
             Scores::template issue_scores<kHeadDim>(s_frag, k_rows, q_rows + stage(number) * (kQBytes >> 4));
         };
         // One query block whose S is there. kHasNext: computes that of the next.
-        const auto step = [&]<bool kHasNext>(int head, int block) {
-            const float2* lse = row_terms(smem, number, lane);
+        const auto step = [&]<bool kHasNext>(int head, int block, bool is_masked) {
+            const typename Scores::RowTerms lse(row_terms(smem, number, lane));
             Barrier::wait(&control.p_empty, number & 1 ^ 1);
             const auto hand_on = [&](int i) {
                 p_smem[i * 128] = {s_frag[4 * i], s_frag[4 * i + 1], s_frag[4 * i + 2], s_frag[4 * i + 3]};
             };
             if constexpr (kIsRich) {
-                Scores::make_p_rich(place_now(arguments, control), s_frag, p_frag, head, block, lse, hand_on);
+                Scores::make_p_rich(place_now(arguments, control), s_frag, p_frag, head, block, is_masked, lse,
+                                    hand_on);
             } else {
-                Scores::make_p(place_now(arguments, control), s_frag, block, lse, [&](int i) {
+                Scores::make_p(place_now(arguments, control), s_frag, block, is_masked, lse, [&](int i) {
                     hand_on(i);
                     Scores::pack_group(p_frag, s_frag, i);
                 });
@@ -178,8 +179,9 @@ struct BackwardRoles : BackwardScores<Shape> {
             cute::warpgroup_wait<0>();
             fence_operand(s_frag);
 #pragma unroll 1
-            for (; walk.left > 1; walk.advance()) step.template operator()<true>(walk.head, walk.block);
-            step.template operator()<false>(walk.head, walk.block);
+            for (; walk.left > 1; walk.advance())
+                step.template operator()<true>(walk.head, walk.block, walk.is_masked());
+            step.template operator()<false>(walk.head, walk.block, walk.is_masked());
         }
         Scores::write_gradient(place_now(arguments, control), dv_frag, kIsRich ? arguments.dropout_scale : 1.f,
                                arguments.params.dv, attention.head_dim_v);
@@ -214,10 +216,10 @@ struct BackwardRoles : BackwardScores<Shape> {
             fence_operand(dp_frag);
             Scores::release(&control.dout_empty[dout_stage(number)], lane);
         };
-        const auto make_ds = [&](const float2* delta) {
+        const auto make_ds = [&](const typename Scores::RowTerms& delta) {
 #pragma unroll
             for (int i = 0; i < kBlockM / 8; ++i) {
-                const float2 terms = delta[i * 4];
+                const float2 terms = delta[i];
                 const float4 p = p_smem[i * 128];
                 const float ps[4] = {p.x, p.y, p.z, p.w};
 #pragma unroll
@@ -233,10 +235,11 @@ struct BackwardRoles : BackwardScores<Shape> {
             const uint32_t buffer = number % kDsBuffers, q_stage = stage(number);
             Barrier::wait(&control.q_full[q_stage], phase(number));
             Barrier::wait(&control.p_full, number & 1);
-            make_ds(row_terms(smem, number, lane) + kBlockM / 2);
+            make_ds(typename Scores::RowTerms(row_terms(smem, number, lane) + kBlockM / 2));
             Scores::release(&control.p_empty, lane);
             Barrier::wait(&control.ds_empty[buffer], number / kDsBuffers & 1 ^ 1);
-            Scores::store_ds(ds_smem + buffer * kDsBytes, ds_frag, lane);
+            Scores::store_ds_by_keys(ds_smem + buffer * kDsBytes, ds_frag, lane);
+            cutlass::arch::fence_view_async_shared();  // wgmma reads through the async proxy
             Scores::release(&control.ds_full[buffer], lane);
             Scores::template issue_gradient<kHeadDim>(dk_frag, ds_frag, q_rows + q_stage * (kQBytes >> 4));
             ++number;
@@ -312,7 +315,7 @@ struct BackwardRoles : BackwardScores<Shape> {
                         part_smem[i * 128] = {d[0], d[1], d[2], d[3]};
                     }
                     cutlass::arch::fence_view_async_shared();  // the bulk reduction reads through the async proxy
-                    Scores::release(&control.dq_full[place], lane);
+                    Scores::release(&control.dq_full[number % kReducers][column / kDqBufferColumns + part], lane);
                     ++written;
                 }
             }
@@ -320,40 +323,36 @@ struct BackwardRoles : BackwardScores<Shape> {
         }
     }
 
-    // One thread: adds what the queries' warpgroup writes to the scratch.
+    // One thread: adds to the scratch what the queries' warpgroup writes of every kReducers-th block. The others take
+    // those between, so that a deterministic call waits for its turn, for its additions to be made and for the turn to
+    // be seen by others while they add.
     __device__ __forceinline__ static void reduce_dq(const BackwardArguments& arguments, unsigned char* smem,
-                                                     Control& control) {
+                                                     Control& control, uint32_t reducer) {
         const volatile BackwardWork& work = control.work;
         const bool deterministic = arguments.scratch.turns != nullptr;
         const uint32_t buffers_smem = cute::cast_smem_ptr_to_uint(smem) + kDqOffset;
-        constexpr uint32_t kChunks = kHeadDim / kDqBufferColumns;
-        uint32_t taken = 0;  // chunks; it tells the end, too, for registers are scarce here
-
-        int32_t added = -1;  // the query tile before this one, if its turn is still to be handed on
+        uint32_t number = 0;  // of the step
 #pragma unroll 1
-        for (ProducerWalk walk(arguments, work); taken < work.steps * kChunks; walk.advance(work)) {
+        for (ProducerWalk walk(arguments, work); walk.left > 0; walk.advance(work), ++number) {
+            if (number % kReducers != reducer) continue;
             const int64_t tile = scratch_tile(arguments, work, walk.head, walk.block);
+            if (deterministic) Producer::wait_turn(arguments, work, tile, walk.block);
             float* sums = arguments.scratch.dq + tile * (kBlockM * kHeadDim);
 #pragma unroll 1
-            for (int column = 0; column < kHeadDim; column += kDqBufferColumns) {
-                const uint32_t place = taken % kDqBuffers;
-                Barrier::wait(&control.dq_full[place], taken / kDqBuffers & 1);
-                if (deterministic && column == 0) {
-                    if (added >= 0) Producer::end_turn(arguments, added);
-                    Producer::wait_turn(arguments, work, tile, walk.block);
-                    added = static_cast<int32_t>(tile);
-                }
-                ptx::cp_reduce_async_bulk_add_f32(sums + column * kRows, buffers_smem + place * kDqBufferBytes,
-                                                  kDqBufferBytes);
-                cute::tma_store_arrive();
-                if (taken > 0) {  // the one before has been read
+            for (uint32_t chunk = 0; chunk < kDqChunks; ++chunk) {
+                const uint32_t taken = number * kDqChunks + chunk;
+                Barrier::wait(&control.dq_full[reducer][chunk], number / kReducers & 1);
+                Producer::add(sums + chunk * (kDqBufferBytes / 4), buffers_smem + taken % kDqBuffers * kDqBufferBytes,
+                              kDqBufferBytes);
+                if (chunk > 0) {  // the one before has been read
                     cute::tma_store_wait<1>();
                     Barrier::arrive(&control.dq_empty[(taken - 1) % kDqBuffers]);
                 }
-                ++taken;
             }
+            cute::tma_store_wait<0>();
+            Barrier::arrive(&control.dq_empty[(number * kDqChunks + kDqChunks - 1) % kDqBuffers]);
+            if (deterministic) Producer::end_turn(arguments, tile);
         }
-        if (added >= 0) Producer::end_turn(arguments, added);
         ptx::cp_async_bulk_wait_group<0>();
     }
 };

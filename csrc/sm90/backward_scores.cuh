@@ -77,9 +77,22 @@ struct BackwardScores : Shape {
         const Mask mask{thread.arguments.bounds, work.keys_used - work.queries_used, work.keys_used};
         return mask.transposed(work.queries_used);
     }
-    __device__ __forceinline__ static bool is_masked(const Thread& thread, int block) {
-        return block >= thread.work.blocks.full_end || block < thread.work.blocks.full_begin;
-    }
+
+    // Lse or delta of the thread's queries, two of every 8. The first are loaded at once: before the warpgroup waits
+    // for a product, for the tensor cores keep shared memory busy and a load takes long. The others hide behind their
+    // use.
+    struct RowTerms {
+        static constexpr int kAhead = Shape::kTermsAhead;
+        const float2* values;
+        float2 ahead[kAhead > 0 ? kAhead : 1];
+
+        __device__ __forceinline__ explicit RowTerms(const float2* values) : values(values) {
+#pragma unroll
+            for (int i = 0; i < kAhead; ++i) ahead[i] = values[i * 4];
+        }
+        __device__ __forceinline__ float2 operator[](int i) const { return i < kAhead ? ahead[i] : values[i * 4]; }
+    };
+
     __device__ __forceinline__ static void pack_group(PackedFragment& packed, const ScoreFragment& values, int i) {
 #pragma unroll
         for (int c = 0; c < 4; c += 2) {
@@ -87,17 +100,17 @@ struct BackwardScores : Shape {
         }
     }
 
-    // Raw products become P. finish(i) takes elements 4 * i to 4 * i + 3 on. lse: of the thread's first two queries.
+    // Raw products become P. finish(i) takes elements 4 * i to 4 * i + 3 on.
     template <class Finish>
     __device__ __forceinline__ static void make_p(const Thread& thread, ScoreFragment& s_frag, int block,
-                                                  const float2* lse, const Finish& finish) {
-        if (is_masked(thread, block)) {
+                                                  bool is_masked, const RowTerms& lse, const Finish& finish) {
+        if (is_masked) {
             mask_scores(s_frag, queries_mask(thread), Place{thread.work.begin + thread.row, thread.lane % 4 * 2},
                         block * kBlockM, thread.work.keys_used);
         }
 #pragma unroll
         for (int i = 0; i < kBlockM / 8; ++i) {
-            const float2 terms = lse[i * 4];
+            const float2 terms = lse[i];
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
                 float& s = s_frag[4 * i + c];
@@ -111,8 +124,8 @@ struct BackwardScores : Shape {
     // times the derivative of the softcap, with a minus where dropout drops the score.
     template <class Finish>
     __device__ __forceinline__ static void make_p_rich(const Thread& thread, ScoreFragment& s_frag,
-                                                       PackedFragment& p_frag, int head, int block, const float2* lse,
-                                                       const Finish& finish) {
+                                                       PackedFragment& p_frag, int head, int block, bool is_masked,
+                                                       const RowTerms& lse, const Finish& finish) {
         const BackwardArguments& arguments = thread.arguments;
         const ForwardParams& attention = arguments.params.attention;
         const volatile BackwardWork& work = thread.work;
@@ -120,7 +133,7 @@ struct BackwardScores : Shape {
         const Mask mask = queries_mask(thread);
         uint32_t visible[2] = {~0u, ~0u};
         static_assert(kBlockM <= 128, "a word holds a row's elements");
-        if (is_masked(thread, block)) {
+        if (is_masked) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 visible[half] =
@@ -138,7 +151,7 @@ struct BackwardScores : Shape {
         const float distance = static_cast<float>(place.row + mask.shift - (block * kBlockM + place.column));
 #pragma unroll
         for (int i = 0; i < kBlockM / 8; ++i) {
-            const float2 terms = lse[i * 4];
+            const float2 terms = lse[i];
             float multiplied[4];  // P as it multiplies dO
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
@@ -193,9 +206,24 @@ struct BackwardScores : Shape {
         return p * (dp - delta);
     }
 
-    // dS as an A operand to shared memory: keys are its rows there, in the swizzle that TMA would write. warp_smem: the
-    // warp's first row.
-    __device__ __forceinline__ static void store_ds(unsigned char* warp_smem, const PackedFragment& ds_frag, int lane) {
+    // dS of 16 keys to shared memory, as a part of the A operand of dQ: queries are its rows, in the swizzle that TMA
+    // would write. panel_smem: the panel of 64 keys that holds these; chunk: the first of their two chunks of 8 keys.
+    // The caller fences, for wgmma reads through the async proxy.
+    __device__ __forceinline__ static void store_ds(unsigned char* panel_smem, int chunk, const PackedFragment& ds_frag,
+                                                    int lane) {
+        const int row = lane / 16 * 8 + lane % 8;
+        unsigned char* chunk_smem = panel_smem + row * kPanelRowBytes + ((chunk + lane / 8 % 2) ^ lane % 8) * 16;
+#pragma unroll
+        for (int i = 0; i < kBlockM / 16; ++i) {
+            cute::SM90_U16x8_STSM_T::copy(ds_frag[4 * i], ds_frag[4 * i + 1], ds_frag[4 * i + 2], ds_frag[4 * i + 3],
+                                          *reinterpret_cast<cute::uint128_t*>(chunk_smem + i * 16 * kPanelRowBytes));
+        }
+    }
+
+    // The same with keys as rows, for where registers are scarcer: dQ is up to 2 % slower. warp_smem: the warp's first
+    // row.
+    __device__ __forceinline__ static void store_ds_by_keys(unsigned char* warp_smem, const PackedFragment& ds_frag,
+                                                            int lane) {
         const int swizzled = lane / 16 ^ lane % 8;
         unsigned char* row_smem = warp_smem + lane % 16 * kPanelRowBytes;
 #pragma unroll
@@ -204,7 +232,6 @@ struct BackwardScores : Shape {
             cute::SM90_U32x4_STSM_N::copy(ds_frag[4 * i], ds_frag[4 * i + 1], ds_frag[4 * i + 2], ds_frag[4 * i + 3],
                                           *reinterpret_cast<cute::uint128_t*>(chunk_smem));
         }
-        cutlass::arch::fence_view_async_shared();  // wgmma reads through the async proxy
     }
 
     // dK or dV: keys `row` and `row + 8` of the tile to global memory, those behind the sequence's keys as 0.

@@ -16,7 +16,6 @@ struct BackwardTile {
     int block_n;          // key rows
     int stages;           // buffers of Q and, without dout_stages, of dO
     int warps;            // per CTA: 4 producer warps, 4 per consumer warpgroup
-    int early_dv = 1;     // 1: the product of dV runs under the making of dS, for which P has to be packed before
     int roles = 0;        // 1: a warpgroup each for dV, dK and dQ (backward_roles.cuh), else 64 keys each
     int dout_stages = 0;  // roles: buffers of dO
     int dq_slice = 0;     // roles: columns of dQ that are computed at once
@@ -77,13 +76,12 @@ __device__ __forceinline__ void init_load_barriers(Control& control, int q_warps
     for (uint64_t& barrier : control.dout_empty) Barrier::init(&barrier, dout_warps);
 }
 
-// Every warpgroup has 64 keys (backward_consumer.cuh).
+// Every warpgroup has 64 keys (backward_keys.cuh).
 template <DataType kType, int kHeadDim_, int kHeadDimV_, BackwardTile kTile, bool kRich>
 struct BackwardShape : BackwardTiles<kType, kHeadDim_, kHeadDimV_, kTile, kRich> {
     using Tiles = BackwardTiles<kType, kHeadDim_, kHeadDimV_, kTile, kRich>;
     using Tiles::kBlockM, Tiles::kBlockN, Tiles::kHeadDim, Tiles::kRows, Tiles::kWarpgroups, Tiles::kThreads;
-    using Tiles::kStages, Tiles::kDoutStages, Tiles::kDsBuffers, Tiles::kTermsBytes, Tiles::kConsumerWarps;
-    static constexpr bool kEarlyDv = kTile.early_dv;
+    using Tiles::kStages, Tiles::kDoutStages, Tiles::kTermsBytes, Tiles::kConsumerWarps;
     static_assert(kBlockN == kRows * kWarpgroups);
 
     // dQ of a block is shared out among the warpgroups: by rows where there are 64 for each, else by columns.
@@ -94,6 +92,8 @@ struct BackwardShape : BackwardTiles<kType, kHeadDim_, kHeadDimV_, kTile, kRich>
     static constexpr int kDqPartBytes = kRows * kDqColumns * 4;  // of one warpgroup
     static constexpr int kTurns = kWarpgroups;                   // a key tile's additions to a query tile
     static constexpr bool kSpreads = false;
+    static constexpr bool kProgrammatic = true;               // starts under the end of the preprocessing
+    static constexpr int kTermsAhead = kBlockM > 64 ? 4 : 8;  // pairs of lse or delta: as many as registers allow
     static constexpr auto kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
 
     static constexpr int kDqOffset = Tiles::kDsEnd;
@@ -109,7 +109,6 @@ struct BackwardShape : BackwardTiles<kType, kHeadDim_, kHeadDimV_, kTile, kRich>
         uint64_t k_full, v_full, landed;
         uint64_t q_full[kStages], q_empty[kStages];
         uint64_t dout_full[kDoutStages], dout_empty[kDoutStages];
-        uint64_t ds_full[kDsBuffers];
         uint64_t dq_full[kWarpgroups], dq_empty[kWarpgroups];
         BackwardWork work;
     };
@@ -119,7 +118,6 @@ struct BackwardShape : BackwardTiles<kType, kHeadDim_, kHeadDimV_, kTile, kRich>
 
     __device__ __forceinline__ static void init_barriers(Control& control) {
         init_load_barriers(control, kConsumerWarps, kConsumerWarps);
-        for (int i = 0; i < kDsBuffers; ++i) Barrier::init(&control.ds_full[i], kConsumerWarps);
         for (int i = 0; i < kWarpgroups; ++i) {
             Barrier::init(&control.dq_full[i], 4);
             Barrier::init(&control.dq_empty[i], 1);
@@ -140,9 +138,13 @@ struct BackwardRolesShape : BackwardTiles<kType, kHeadDim_, kHeadDimV_, kTile, k
     static constexpr int kDqBuffers = kTile.dq_buffers;
     static constexpr int kDqBufferColumns = 64;
     static constexpr int kDqBufferBytes = kRows * kDqBufferColumns * 4;
+    static constexpr int kDqChunks = kHeadDim / kDqBufferColumns;  // of a block
+    static constexpr int kReducers = 2;                            // take turns, a block each
     static_assert(kHeadDim % kDqSlice == 0 && kDqSlice % kDqBufferColumns == 0 && kDqBuffers > 1);
-    static constexpr int kTurns = 1;        // a key tile's additions to a query tile
-    static constexpr bool kSpreads = true;  // key tiles start their walks at different query blocks
+    static constexpr int kTurns = 1;              // a key tile's additions to a query tile
+    static constexpr int kTermsAhead = 0;         // registers allow none
+    static constexpr bool kProgrammatic = false;  // slower by 1 to 2 %
+    static constexpr bool kSpreads = true;        // key tiles start their walks at different query blocks
     static constexpr auto kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
 
     static constexpr int kPOffset = Tiles::kDsEnd;
@@ -163,7 +165,7 @@ struct BackwardRolesShape : BackwardTiles<kType, kHeadDim_, kHeadDimV_, kTile, k
         uint64_t dout_full[kDoutStages], dout_empty[kDoutStages];
         uint64_t p_full, p_empty;
         uint64_t ds_full[kDsBuffers], ds_empty[kDsBuffers];
-        uint64_t dq_full[kDqBuffers], dq_empty[kDqBuffers];
+        uint64_t dq_full[kReducers][kDqChunks], dq_empty[kDqBuffers];
         BackwardWork work;
     };
     static constexpr int64_t kSharedMemory = kControlOffset + sizeof(Control);
@@ -178,10 +180,8 @@ struct BackwardRolesShape : BackwardTiles<kType, kHeadDim_, kHeadDimV_, kTile, k
             Barrier::init(&control.ds_full[i], 4);
             Barrier::init(&control.ds_empty[i], 4);
         }
-        for (int i = 0; i < kDqBuffers; ++i) {
-            Barrier::init(&control.dq_full[i], 4);
-            Barrier::init(&control.dq_empty[i], 1);
-        }
+        for (int i = 0; i < kReducers * kDqChunks; ++i) Barrier::init(&control.dq_full[0][i], 4);
+        for (int i = 0; i < kDqBuffers; ++i) Barrier::init(&control.dq_empty[i], 1);
     }
 };
 

@@ -52,24 +52,23 @@ inline void order_key_tiles(BackwardArguments& arguments, int64_t heads, int64_t
     // What the key tiles of a head read (and add to): Q, dO and the scratch.
     const int64_t query_bytes = static_cast<int64_t>(attention.seqlen_q) * attention.heads_q / attention.heads_k *
                                 (2 * attention.head_dim_v + 6 * attention.head_dim);
-    // Sections of heads, but for plain calls, whose tiles of a head all walk the same blocks: with a causal
-    // mask for evenly long rows, in deterministic calls so that few tiles of a head run at once, which wait for
-    // one another. Tiles in order: seen from the keys a causal mask leaves the first tile the most to do.
+    // Sections of heads that share the L2 cache, but for plain calls, whose tiles of a head all walk the same blocks:
+    // with a causal mask for evenly long rows, in deterministic calls so that few tiles of a head run at once, which
+    // wait for one another. Tiles in order: seen from the keys a causal mask leaves the first tile the most to do.
+    constexpr int64_t kSectionBytes = int64_t{20} << 20;
     const bool deterministic = arguments.scratch.turns != nullptr;
-    arguments.order = make_tile_order(heads, tiles, arguments.bounds.right == 0 || deterministic, query_bytes);
-    arguments.order.heaviest_first = deterministic;  // which takes them from the last to the first
+    const int64_t least = deterministic ? 8 : 4, fitting = query_bytes > 0 ? kSectionBytes / query_bytes : heads;
+    const bool in_sections = arguments.bounds.right == 0 || deterministic;
+    arguments.order = ascending_order(heads, tiles, !in_sections ? 1 : fitting < least ? least : fitting);
 }
 
-// A CTA walks query blocks of its key tile's query heads, head by head, each head from `first_block` in steps of `step`
-// and round to the block before it.
-//
-// Deterministic calls walk from the first block to the last, and take the key tiles of a head from the last to the
-// first: with a causal mask, tiles that start together then meet in no query block. Others walk from the last block,
-// or, if the launch spreads them, each tile from another one, so that tiles of a head do not all add to one query tile.
+// A CTA walks query blocks of its key tile's query heads, head by head, each head from `first_block` down and round to
+// the block behind it: from the last one, or, if the launch spreads them, each tile from another one, so that tiles of
+// a head do not all add to one query tile. Tiles that start together stay close, so that the L2 cache has what they
+// read and add to: deterministic causal calls that began at their diagonals took up to twice as long.
 struct BackwardWork : KeyTileWork {
     int32_t first_slot;  // of the sequence's query tiles
     int32_t first_block;
-    int32_t step;   // 1 or -1
     int32_t steps;  // of the whole walk
 };
 
@@ -82,14 +81,8 @@ __device__ __forceinline__ BackwardWork find_work(const BackwardArguments& argum
     }
     const int blocks = work.blocks.end - work.blocks.begin;
     work.steps = blocks * (arguments.params.attention.heads_q / arguments.params.attention.heads_k);
-    if (arguments.scratch.turns != nullptr) {
-        work.step = 1;
-        work.first_block = work.blocks.begin;
-    } else {
-        work.step = -1;
-        work.first_block = work.blocks.end - 1;
-        if (arguments.spreads && blocks > 1) work.first_block -= work.begin / kBlockN % blocks;
-    }
+    work.first_block = work.blocks.end - 1;
+    if (arguments.spreads && blocks > 1) work.first_block -= work.begin / kBlockN % blocks;
     return work;
 }
 
@@ -97,9 +90,8 @@ __device__ __forceinline__ int first_head(const BackwardArguments& arguments, in
     return head_k * (arguments.params.attention.heads_q / arguments.params.attention.heads_k);
 }
 
-__device__ __forceinline__ int next_block(int block, int step, int begin, int end) {
-    block += step;
-    return block < begin ? end - 1 : block == end ? begin : block;
+__device__ __forceinline__ int next_block(int block, int begin, int end) {
+    return block == begin ? end - 1 : block - 1;
 }
 
 // The walk of a consumer warpgroup: all in uniform registers, for a step that waits for shared memory costs up to 8 %.
@@ -107,19 +99,23 @@ struct QueryWalk {
     int head;
     int block;
     int left;  // steps, this one included
-    int step, begin, end, first;
+    int begin, end, first;
+    int full_begin, full_end;
 
     __device__ __forceinline__ QueryWalk(const BackwardArguments& arguments, const volatile BackwardWork& work) {
         head = first_head(arguments, uniform(work.head_k));
-        step = uniform(work.step);
         begin = uniform(work.blocks.begin);
         end = uniform(work.blocks.end);
         block = first = uniform(work.first_block);
         left = uniform(work.steps);
+        full_begin = uniform(work.blocks.full_begin);
+        full_end = uniform(work.blocks.full_end);
     }
+    // Whether the mask hides something of the block.
+    __device__ __forceinline__ bool is_masked() const { return block >= full_end || block < full_begin; }
     __device__ __forceinline__ void advance() {
         --left;
-        block = next_block(block, step, begin, end);
+        block = next_block(block, begin, end);
         if (block == first) ++head;
     }
 };
@@ -137,7 +133,7 @@ struct ProducerWalk {
     }
     __device__ __forceinline__ void advance(const volatile BackwardWork& work) {
         --left;
-        block = next_block(block, work.step, work.blocks.begin, work.blocks.end);
+        block = next_block(block, work.blocks.begin, work.blocks.end);
         if (block == work.first_block) ++head;
     }
 };

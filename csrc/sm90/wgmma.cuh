@@ -15,7 +15,8 @@
 namespace flash_ext::sm90 {
 
 // cute's instruction for D of 64 x kN: Ss has both operands in shared memory, both K-major; SsMn likewise, both
-// MN-major; Rs has A in registers and B MN-major. None where cute's base header has no such N.
+// MN-major; SsKMn likewise, B alone MN-major; Rs has A in registers and B MN-major. None where cute's base header has
+// no such N.
 template <DataType kType, int kN>
 struct CuteWgmma {
     static constexpr bool kExists = false;
@@ -28,6 +29,8 @@ struct CuteWgmma {
             cute::SM90::GMMA::MMA_64x##n##x16_##name##_SS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;   \
         using SsMn =                                                                                                 \
             cute::SM90::GMMA::MMA_64x##n##x16_##name##_SS<cute::SM90::GMMA::Major::MN, cute::SM90::GMMA::Major::MN>; \
+        using SsKMn =                                                                                                \
+            cute::SM90::GMMA::MMA_64x##n##x16_##name##_SS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::MN>;  \
         using Rs =                                                                                                   \
             cute::SM90::GMMA::MMA_64x##n##x16_##name##_RS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::MN>;  \
     };
@@ -63,6 +66,16 @@ __device__ __forceinline__ void multiply_ss_mn(float (&d)[kN / 2], uint64_t a, u
     const auto scale = accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero;
     [&]<size_t... kIndex>(std::index_sequence<kIndex...>) {
         CuteWgmma<kType, kN>::SsMn::fma(a, b, d[kIndex]..., scale);
+    }(std::make_index_sequence<kN / 2>{});
+}
+
+// d (64 x kN) = a (64 x 16) b (16 x kN, rows of kN values), or += with accumulate. Asynchronous.
+template <DataType kType, int kN>
+__device__ __forceinline__ void multiply_ss_k_mn(float (&d)[kN / 2], uint64_t a, uint64_t b, bool accumulate) {
+    static_assert(CuteWgmma<kType, kN>::kExists);
+    const auto scale = accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero;
+    [&]<size_t... kIndex>(std::index_sequence<kIndex...>) {
+        CuteWgmma<kType, kN>::SsKMn::fma(a, b, d[kIndex]..., scale);
     }(std::make_index_sequence<kN / 2>{});
 }
 

@@ -38,7 +38,6 @@ CANDIDATES: dict[tuple[int, int], list[Tile]] = {
     (64, 64): [
         _tile(192, 128, 2, cross_tile=1),
         _tile(192, 128, 2),
-        _tile(192, 128, 2, cross_tile=1, ping_pong=0),
         _tile(128, 128, 2, cross_tile=1),
         _tile(128, 192, 2, cross_tile=1),
     ],
@@ -68,7 +67,6 @@ CANDIDATES: dict[tuple[int, int], list[Tile]] = {
     (256, 256): [
         _tile(128, 80, 1, cross_tile=1),
         _tile(128, 80, 1, cross_tile=1, cluster=2),
-        _tile(128, 80, 1, cross_tile=1, ping_pong=0),
         _tile(128, 64, 1, cross_tile=1),
     ],
 }

@@ -15,13 +15,16 @@
 // | plan_full[i]  | scheduler                           | everyone else    | plan i is written                       |
 // | plan_empty[i] | Q, K, V and each consumer warp      | scheduler        | no one needs plan i any more            |
 // | q_full[i]     | Q warp and TMA                      | consumers        | Q has landed                            |
-// | q_empty[i]    | each consumer warp                  | Q warp           | the last S of the tile is there         |
+// | q_empty[i] *  | each consumer warp                  | Q warp           | the last S of the tile is there         |
 // | k_full[s]     | K warp and TMA                      | consumers        | K has landed                            |
 // | k_empty[s]    | each consumer warp                  | K warp           | S is there, so K has been read          |
 // | v_full[s]     | V warp, and TMA unless V ends here  | consumers        | V has landed, zero behind the last key  |
 // | v_empty[s]    | each consumer warp                  | V warp           | O += P V is done                        |
 // | v_landed      | V warp and TMA                      | V warp           | V has landed with whatever is behind it |
 // | turn w        | warpgroup before w, then w (named)  | warpgroup w      | it may issue its products               |
+//
+// * with one buffer: with two, plan_full of tile t+2 says that plan t has gone back, and so that its Q has been read.
+// A warpgroup that does not need a block hands it back without waiting for it (skip_blocks in forward_consumer.cuh).
 //
 // TMA brings a box of rows whatever it is. Rows of Q beyond the sequence give results that are not written; keys beyond
 // it get the score -inf; but 0 * NaN is NaN, so rows of V beyond it are overwritten with zeros (generic stores, then
@@ -89,7 +92,7 @@ struct Forward : ForwardShape<kType, kHeadDim, kHeadDimV, kTile, kRich> {
             }
             for (int i = 0; i < kQBuffers; ++i) {
                 Barrier::init(&control.q_full[i], 1);
-                Barrier::init(&control.q_empty[i], kConsumerWarps);
+                if constexpr (Shape::kHandsQBack) Barrier::init(&control.q_empty[i], kConsumerWarps);
             }
             for (int i = 0; i < kStages; ++i) {
                 Barrier::init(&control.k_full[i], 1);

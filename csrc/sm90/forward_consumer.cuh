@@ -20,7 +20,8 @@ namespace flash_ext::sm90 {
 template <class Shape>
 struct ForwardConsumer : Shape {
     using Shape::kBlockM, Shape::kBlockN, Shape::kStages, Shape::kQBuffers, Shape::kPlans, Shape::kCluster;
-    using Shape::kDataType, Shape::kIsRich, Shape::kQkSteps, Shape::kOutColumns;
+    using Shape::kDataType, Shape::kIsRich, Shape::kQkSteps, Shape::kOutColumns, Shape::kHandsQBack,
+        Shape::kMostSkipped;
     using Shape::kQBytes, Shape::kKBytes, Shape::kVBytes, Shape::kKOffset, Shape::kVOffset;
     using Shape::kRows, Shape::kSearches, Shape::kWarpgroups, Shape::kOverlap, Shape::kPingPong, Shape::kCrossTile;
     using typename Shape::Control, typename Shape::SFragment, typename Shape::PFragment, typename Shape::OFragment;
@@ -69,32 +70,43 @@ struct ForwardConsumer : Shape {
                 Barrier::arrive(empty, /*cta_id=*/lane, /*pred=*/lane <= arguments.shares_keys);
             }
         };
-        // Blocks that another warpgroup of the tile needs and this one does not: hand them back, keep the order of
-        // turns. K and V of a block together, where there may be more of them than stages: the other warpgroup's next K
-        // waits for its V, and its V for this one.
-        const auto skip_keys = [&](int count) {
-#pragma unroll 1
-            for (; count > 0; --count) {
-                Barrier::wait(&control.k_full[k.index], k.phase);
-                release_keys(&control.k_empty[k.index]);
-                k.advance();
-                wait_turn();
-                pass_turn();
-            }
+        const auto hand_q_back = [&] {
+            if constexpr (kHandsQBack) release(&control.q_empty[q.index]);
+            q.advance();
         };
-        const auto skip_values = [&](int count) {
-#pragma unroll 1
-            for (; count > 0; --count) {
-                Barrier::wait(&control.v_full[v.index], v.phase);
-                release_keys(&control.v_empty[v.index]);
-                v.advance();
-            }
+        // Blocks that another warpgroup of the tile needs and this one does not: take their turns and hand them back.
+        // That these have landed is not waited for, since the turns say that an arrival comes to the stage's present
+        // phase. With its turn of block i (counted over all tiles) a warpgroup knows that the others have had theirs of
+        // block i - 1, and before that have handed back K of block i - 2 and V of block i - 3: what was where K of
+        // block i and V of block i - 1 are. So these can go back at once, and V of block i after the next turn, of
+        // whatever tile. Nor does a later wait for the stage take an earlier phase for its own: a warpgroup that needs
+        // block i has seen its K before its turn of block i, and its V before that of block i + 1 is passed on.
+        static_assert(kStages >= 2 || kWarpgroups == 1);
+        bool owes_v = false;  // of the last block skipped
+        const auto settle_v = [&] {
+            if (!owes_v) return;
+            release_keys(&control.v_empty[v.index]);
+            v.advance();
+            owes_v = false;
+        };
+        const auto skip_block = [&] {
+            wait_turn();
+            release_keys(&control.k_empty[k.index]);
+            k.advance();
+            pass_turn();
+            settle_v();
+            owes_v = true;
         };
         const auto skip_blocks = [&](int count) {
 #pragma unroll 1
-            for (; count > 0; --count) {
-                skip_keys(1);
-                skip_values(1);
+            for (; count > 0; --count) skip_block();
+        };
+        // Before the first of its own blocks, or behind the last.
+        const auto skip_few = [&](int count) {
+            if constexpr (kMostSkipped == 1) {
+                if (count > 0) skip_block();
+            } else {
+                skip_blocks(count);
             }
         };
         const auto issue_qk = [&](uint64_t q_descriptor) {
@@ -163,6 +175,7 @@ struct ForwardConsumer : Shape {
             multiply_again<kDataType, kQkSteps, kBlockN>(
                 s_frag, rows, smem_address + q.index * kQBytes + warp_row * kPanelRowBytes, kBlockM * kPanelRowBytes, k,
                 params.k.stride_row * 2, params.head_dim, ptx::tid_x() % 32);
+            if constexpr (kHandsQBack) __syncwarp();  // all lanes have read Q before one of them hands it back
         };
         const auto mask = [&](int block) {
             mask_scores(s_frag, tile.plan->mask, place_of(*tile.plan), block * kBlockN);
@@ -210,9 +223,8 @@ struct ForwardConsumer : Shape {
                 if (next.blocks.end > next.blocks.begin) break;
                 const int count = next.before + next.after;
                 if (count > 0) {
-                    Barrier::wait(&control.q_full[q.index], q.phase);
-                    release(&control.q_empty[q.index]);
-                    q.advance();
+                    if constexpr (kHandsQBack) Barrier::wait(&control.q_full[q.index], q.phase);
+                    hand_q_back();
                     skip_blocks(count);
                 }
                 write(next.plan->output, false);
@@ -230,11 +242,12 @@ struct ForwardConsumer : Shape {
             return true;
         };
         const auto issue_first_qk = [&]() -> uint64_t {
-            skip_keys(tile.before);
+            skip_few(tile.before);
             Barrier::wait(&control.q_full[q.index], q.phase);
             const uint64_t q_descriptor = q_base + uniform(q.index) * (kQBytes >> 4);
             issue_qk(q_descriptor);
             pass_turn();
+            settle_v();
             return q_descriptor;
         };
 
@@ -254,7 +267,6 @@ struct ForwardConsumer : Shape {
             if (block >= tile.blocks.full_end || block < tile.blocks.full_begin) mask(block);
             softmax.template update<true>(s_frag, scale_log2, rescale);
             to_p(block);
-            skip_values(tile.before);
             --block;
 
             // From here on P of block + 1 and O wait for their product.
@@ -322,15 +334,14 @@ struct ForwardConsumer : Shape {
                 }
                 masked_end = tile.blocks.begin;
             }
-            release(&control.q_empty[q.index]);
-            q.advance();
+            hand_q_back();
 
             issue_pv();
             look_ahead();
             const TileOutput done = tile.plan->output;
             cute::warpgroup_wait<0>();
             o_is_done();
-            skip_blocks(tile.after);
+            skip_few(tile.after);
             // The plan goes back before another is waited for: next_tile may need more than there are slots.
             release_plan(tile.plan_index);
             if constexpr (kCrossTile) {

@@ -83,7 +83,7 @@ struct ForwardProducer : Shape {
             const ForwardPlan& plan = control.plans[plans.index];
             if (plan.output.rows == 0) break;
             if (plan.end > plan.begin) {
-                Barrier::wait(&control.q_empty[q.index], q.phase ^ 1);
+                if constexpr (Shape::kHandsQBack) Barrier::wait(&control.q_empty[q.index], q.phase ^ 1);
                 load<kBlockM, kBlockM, kPanels>(arguments.q, &control.q_full[q.index], smem + q.index * kQBytes,
                                                 plan.output.tensor_row, plan.output.head, plan.output.batch, false);
                 q.advance();

@@ -17,7 +17,6 @@ struct ForwardTile {
     int stages;          // buffers of K and of V
     int warps;           // per CTA: 4 producer warps, 4 per consumer warpgroup
     int q_buffers = 1;   // 2: Q of the next tile is loaded under this one
-    int ping_pong = 1;   // 1: the warpgroups take turns to issue their products
     int overlap = 1;     // 1: the softmax runs while the product before it does
     int cross_tile = 0;  // 1: the first S of the next tile is computed while O of this one is written
     int search = 0;      // 1: every block is searched for its maximum, which takes fewer registers
@@ -41,7 +40,12 @@ struct ForwardShape {
     static constexpr int kWarpgroups = kTile.warps / 4 - 1;
     static constexpr int kConsumerWarps = 4 * kWarpgroups;
     static constexpr int kRows = 64;  // of a warpgroup
+    // Of a tile's blocks, those before a warpgroup's first, or behind its last, if it has any: bounds rise with the
+    // rows.
+    static constexpr int kMostSkipped = (kBlockM - kRows + kBlockN - 1) / kBlockN;
     static constexpr int kPlans = 2;
+    // With as many buffers of Q as plans, a plan that has gone back says that its Q has been read.
+    static constexpr bool kHandsQBack = kQBuffers < kPlans;
     static constexpr int kCluster = kTile.cluster;
     static constexpr int kCtasOfTile = 1;
     using Transfer = LocalTransfer;
@@ -52,7 +56,7 @@ struct ForwardShape {
     static constexpr int kKParts = 1, kVParts = 1;  // of a block of keys, each in a buffer
     static constexpr bool kSearches = kTile.search || kRich;
     static constexpr bool kOverlap = kTile.overlap;
-    static constexpr bool kPingPong = kTile.ping_pong && kWarpgroups > 1;
+    static constexpr bool kPingPong = kWarpgroups > 1;  // they take turns to issue their products
     static_assert(kTile.warps % 4 == 0);
     static_assert(kBlockM == kRows * kWarpgroups && kWarpgroups <= ForwardPlan::kMaxWarpgroups);
     static_assert(kCluster == 1 || kCluster == 2);

@@ -86,7 +86,6 @@ __device__ __forceinline__ void multiply_again(float (&s_frag)[kBlockN / 2], con
             }
         }
     }
-    __syncwarp();  // all lanes have read Q before one of them hands it back
 }
 
 // Raw products to scores in base 2: scale, softcap, bias.

@@ -163,9 +163,12 @@ struct ForwardProducer : Shape {
                         }
                     }
                     cutlass::arch::fence_view_async_shared();  // the products read through the async proxy
-                    __syncwarp();
-                    if (lane == 0) Transfer::arrive(&control.v_full[v.index]);
                 }
+                // The zeros of all lanes are there. And where there are none: lane 0 alone starts the copies, so a lane
+                // that has not yet looked at this phase of v_empty could be a whole round of the ring behind when it
+                // does, and would take the parity of that round for its own.
+                __syncwarp();
+                if (has_garbage && lane == 0) Transfer::arrive(&control.v_full[v.index]);
                 v.advance();
             }
             __syncwarp();  // all lanes have read the plan

@@ -53,9 +53,8 @@ def test_each_removal_in_the_copy_pipeline_is_noticed(schedule: str) -> None:
     ]
 
 
-# Whose unnoticed removals redundant_synchronization.toml lists. Not sm90: of its forward of d 64 10 of 112 are
-# redundant, more than 5 % (benchmarks/notes/sm90_forward.md says what became of an attempt to remove them).
-MUTATED = (("sm80", "forward"), ("sm80", "backward"))
+# Whose unnoticed removals redundant_synchronization.toml lists.
+MUTATED = (("sm80", "forward"), ("sm80", "backward"), ("sm90", "forward"))
 
 
 @pytest.mark.parametrize(("library", "direction"), MUTATED)

@@ -170,11 +170,21 @@ def _calls(kernel: dict[str, Any]) -> list[dict[str, Any]]:
             {**many, "rows": 2 * kernel["block_m"], "keys": 2 * kernel["block_m"] - 70, "causal": True},
             {**many, "rows": 2 * kernel["block_m"], "keys": 2 * kernel["block_n"] - 6, "causal": True},
             {"rows": rows, "keys": keys, "sequences": 3},
+            _tiles_without_keys(kernel),
         ]
     if "softcap" in kernel["features"]:
         for call in calls:
             call["softcap"] = 20.0
     return calls
+
+
+def _tiles_without_keys(kernel: dict[str, Any]) -> dict[str, Any]:
+    """One CTA walks the two tiles of each head. Of the first tile's rows the first 64 see no key; the first 64 of the
+    second tile end with a block of keys, and the last 64 go on into another. So a consumer warpgroup goes from tiles in
+    which it only hands blocks back, the CTA's first among them, to tiles in which it hands one back before its own."""
+    block_m, block_n = kernel["block_m"], kernel["block_n"]
+    shift = block_m // block_n * block_n - block_m - 64
+    return {"heads": 3, "rows": 2 * block_m, "keys": 2 * block_m + shift - 6, "window_size": (40, 6), "sm_margin": 1}
 
 
 def _prepare(kernel: dict[str, Any], call: dict[str, Any]) -> Callable[[], list[Tensor]]:

@@ -209,8 +209,11 @@ def test_tensor_map_rules(kernels: UnitKernels) -> None:
         (tensor, (8, 257), 0),
         (tensor[:, 1:], (8, 8), 0),  # base
         (aligned_array(np.zeros((8, 65), np.float32)), (8, 8), 0),  # pitch
+        (tensor, (0, 8), 0),
+        (tensor[:0], (8, 8), 0),  # no rows
     ]:
         assert tensor_map(kernels, bad, FLOAT32, box, swizzle) == 1
+    assert tensor_map(kernels, tensor, 99, (8, 8)) == 1  # type
 
 
 def test_copies_that_complete_on_a_barrier(kernels: UnitKernels, schedule: str) -> None:

@@ -46,20 +46,31 @@ def cutlass_source() -> Path:
 
 
 def instance_of(example: Path, runner: str) -> str:
-    """An example's text without its ``main_single``, which names every kernel it has, for one of them.
+    """An example's text, its launches through ``flash_ext_launch`` (``examine.h``).
 
-    ``runner.cu`` includes it: launches go through its ``flash_ext_launch``, the kernel's class is FlashExtRunner.
+    With ``runner``, for ``runner.cu``: without its ``main_single``, which names every kernel it has; the class of the
+    one kernel is FlashExtRunner.
     """
-    text, main, _ = example.read_text(encoding="utf-8").partition("int main_single(")
-    launch = "status = op.run();"
-    if not main or launch not in text:
-        raise ValueError(f"{example} is not the example that runner.cu was written for")
-    text = text.replace(launch, "status = flash_ext_launch([&] { return op.run(); });")
+    text = example.read_text(encoding="utf-8")
+    text, launches = re.subn(r"\b(?:op|gemm)\.run\(\)", r"flash_ext_launch([&] { return \g<0>; })", text)
+    if not launches:
+        raise ValueError(f"{example} does not launch as other examples do")
+    if not runner:
+        return text
+    text, main, _ = text.partition("int main_single(")
+    if not main:
+        raise ValueError(f"{example} is not an example that runner.cu was written for")
     return f"{text}\nusing FlashExtRunner = {runner};\n"
 
 
 def build_example(
-    wrapper: str, architecture: str, capability: str, example: str = "", runner: str = "", flags: tuple[str, ...] = ()
+    wrapper: str,
+    architecture: str,
+    capability: str,
+    example: str = "",
+    runner: str = "",
+    examine: bool = False,
+    flags: tuple[str, ...] = (),
 ) -> Path:
     """Compile ``foreign/<wrapper>`` and link it with the emulator.
 
@@ -73,6 +84,8 @@ def build_example(
         For ``example.cu`` and ``runner.cu``: the file below CUTLASS's ``examples``.
     runner : str
         For ``runner.cu``: the class whose kernel is compiled.
+    examine : bool
+        For ``example.cu``: run the kernel under test alone as the environment says (always so for ``runner.cu``).
     flags : tuple of str
         More for nvcc.
 
@@ -83,10 +96,14 @@ def build_example(
     source = cutlass_source()
     options = ["-std=c++17", "-O1", "-w", "--expt-relaxed-constexpr", *flags]
     options += ["-gencode", f"arch=compute_{architecture},code=compute_{architecture}"]
+    edited = bool(runner) or examine
+    if edited:
+        options.append("-DFLASH_EXT_EXAMINE")
     if example:
-        options.append(f'-DFLASH_EXT_EXAMPLE="{"instance.cuh" if runner else example}"')
-    text = instance_of(source / "examples" / example, runner) if runner else ""
-    key_text = text + "".join((SOURCES / name).read_text(encoding="utf-8") for name in (wrapper, "curand_kernel.h"))
+        options.append(f'-DFLASH_EXT_EXAMPLE="{"instance.cuh" if edited else example}"')
+    text = instance_of(source / "examples" / example, runner) if edited else ""
+    ours = (wrapper, "curand_kernel.h", "examine.h")
+    key_text = text + "".join((SOURCES / name).read_text(encoding="utf-8") for name in ours)
     key = hashlib.sha256("\n".join([key_text, *options]).encode()).hexdigest()[:12]
     folder = FOLDER / f"{Path(example or wrapper).stem}-{key}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -95,7 +112,7 @@ def build_example(
         includes = [SOURCES, source / "include", source / "tools/util/include", source / "examples"]
         if example:
             includes += [(source / "examples" / example).parent, source / "examples" / "common"]
-        if runner:
+        if edited:
             (folder / "instance.cuh").write_text(text, encoding="utf-8")
             includes.append(folder)
         command = ["nice", "-n", "10", build.nvcc_command(), *options, *(f"-I{folder}" for folder in includes)]

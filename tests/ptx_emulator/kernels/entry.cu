@@ -37,6 +37,18 @@ extern "C" int32_t flash_ext_test_launch(const char* name, const uint32_t* grid,
     return -1;
 }
 
+// Allocate and free device memory; clear memory. They return a cudaError_t.
+extern "C" int32_t flash_ext_test_allocate(uint64_t bytes) {
+    void* pointer = nullptr;
+    const cudaError_t error = cudaMalloc(&pointer, bytes);
+    if (error == cudaSuccess) cudaFree(pointer);
+    return error;
+}
+
+extern "C" int32_t flash_ext_test_clear(void* pointer, uint64_t bytes) {
+    return cudaMemset(pointer, 0, bytes);
+}
+
 extern "C" const char* flash_ext_test_error(int32_t error) {
     return cudaGetErrorString(static_cast<cudaError_t>(error));
 }

@@ -13,6 +13,9 @@ static uint32_t align_up(uint32_t value, uint32_t alignment) {
     return (value + alignment - 1) / alignment * alignment;
 }
 
+constexpr uint32_t kMaxStaticBytes = 1u << 20;  // more than any SM; what a launch may have is the device model's
+constexpr uint32_t kMaxLocalBytes = 512 * 1024;
+
 RegisterFileBuilder::RegisterFileBuilder(Program& program, const ModuleSyntax& module, const KernelSyntax& kernel,
                                          const ModuleGlobals& globals, const std::vector<uint32_t>& slots)
     : program_(program), globals_(globals) {
@@ -33,6 +36,10 @@ RegisterFileBuilder::RegisterFileBuilder(Program& program, const ModuleSyntax& m
         program_.static_shared = align_up(program_.static_shared, std::max(variable.alignment, 1u));
         shared_[variable.name] = program_.static_shared;
         program_.static_shared += variable.bytes;
+        if (program_.static_shared > kMaxStaticBytes) {
+            raise(Fault::kInvalidPtx, "kernel %s declares %u bytes of shared memory and more", kernel.name.c_str(),
+                  program_.static_shared);
+        }
     };
     // Module-scope shared variables take room only in the kernels that name them.
     for (const VariableSyntax& variable : module.shared) {
@@ -50,6 +57,10 @@ RegisterFileBuilder::RegisterFileBuilder(Program& program, const ModuleSyntax& m
         program_.local_bytes = align_up(program_.local_bytes, std::max(variable.alignment, 1u));
         locals_[variable.name] = program_.local_bytes;
         program_.local_bytes += variable.bytes;
+        if (program_.local_bytes > kMaxLocalBytes) {
+            raise(Fault::kInvalidPtx, "kernel %s declares %u bytes of local memory per thread, %u are possible",
+                  kernel.name.c_str(), program_.local_bytes, kMaxLocalBytes);
+        }
     }
     program_.local_bytes = align_up(program_.local_bytes, 16);
 }
@@ -78,7 +89,7 @@ uint32_t RegisterFileBuilder::special(const std::string& name) {
         const bool wide = name.find("64") != std::string::npos || name == "%globaltimer" || name == "%gridid" ||
                           name == "%total_smem_size64";
         it->second = allocate(kWarpSize * (wide ? 8 : 4));
-        program_.specials.push_back({name, it->second, wide ? 8u : 4u});
+        program_.specials.push_back({find_special_register(name), it->second, wide ? 8u : 4u});
     }
     return it->second;
 }
@@ -186,6 +197,7 @@ uint32_t DecodeContext::read(const SyntaxOperand& operand, uint32_t bytes) {
             return registers_.immediate(bits, bytes);
         }
         case SyntaxOperand::Kind::kSpecial:
+            if (!find_special_register(operand.name)) fail("unknown register '" + operand.name + "'");
             return registers_.special(operand.name);
         case SyntaxOperand::Kind::kSymbol:
             return registers_.symbol(operand.name, operand.displacement, bytes, syntax.line);

@@ -17,6 +17,8 @@ enum class Fault {
     kDeadlock,              // no warp and no asynchronous operation can go on
     kHazard,                // the happens-before checker found a race or a missing wait
     kTrap,                  // trap, or a failed device assert
+    kInvalidArgument,       // a host pointer that cannot be followed
+    kOutOfMemory,           // an allocation that the device, or the host, has no room for
     kUnsupported,           // a host function or feature outside of the model
 };
 

@@ -68,6 +68,12 @@ void Machine::validate() const {
         raise(Fault::kInvalidConfiguration, "%llu threads per CTA, the kernel was compiled for at most %llu",
               static_cast<unsigned long long>(threads), static_cast<unsigned long long>(limit));
     }
+    const uint32_t* required = program.required_threads;
+    if (required[0] &&
+        (config.block.x != required[0] || config.block.y != required[1] || config.block.z != required[2])) {
+        raise(Fault::kInvalidConfiguration, "a block of %u x %u x %u threads, the kernel requires %u x %u x %u",
+              config.block.x, config.block.y, config.block.z, required[0], required[1], required[2]);
+    }
     if (program.static_shared > 48 * 1024) {
         raise(Fault::kInvalidConfiguration, "%u bytes of static shared memory", program.static_shared);
     }

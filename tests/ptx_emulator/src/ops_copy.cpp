@@ -78,7 +78,7 @@ void decode_copy_async(DecodeContext& c) {
     auto data = std::make_shared<CopyData>();
     c.out.a = c.address(c.operand(0), Space::kShared);
     const SyntaxOperand& source = c.operand(1);
-    if (source.kind != SyntaxOperand::Kind::kAddress) c.fail("expected a source address");
+    if (source.kind != SyntaxOperand::Kind::kAddress || source.parts.empty()) c.fail("expected a source address");
     data->source = c.read(source.parts[0], 8);
     data->source_displacement = static_cast<int32_t>(source.displacement);
     data->bytes = static_cast<uint32_t>(c.immediate(2));

@@ -95,6 +95,7 @@ void decode_mov(DecodeContext& c) {
     if (destination.kind == Kind::kVector || source.kind == Kind::kVector) {
         const bool unpacks = destination.kind == Kind::kVector;
         const size_t elements = (unpacks ? destination : source).parts.size();
+        if (elements == 0 || bytes % elements) c.fail("the vector's elements do not make up the type");
         c.out.y = static_cast<uint32_t>(bytes);
         c.out.x = static_cast<uint32_t>(bytes / elements);
         if (unpacks) {

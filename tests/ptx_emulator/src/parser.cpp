@@ -38,6 +38,10 @@ static std::vector<std::string> split_at_dots(const std::string& word) {
 
 namespace {
 
+constexpr uint32_t kMaxAlignment = 1u << 20, kMaxBytes = 1u << 30, kMaxRegisters = 1u << 20;
+constexpr uint32_t kMaxParameterBytes = 32764;  // PTX ISA 5.2.2, of sm_70 and later
+constexpr int kMaxNesting = 16;                 // of operands and initialisers in brackets
+
 // Registers, variables and labels of one { } block.
 struct Scope {
     int parent = -1;
@@ -62,9 +66,11 @@ class Parser {
     const Token& at(size_t ahead = 0) const {
         return tokens_[position_ + ahead < tokens_.size() ? position_ + ahead : tokens_.size() - 1];
     }
+    // The end is never taken: a text that stops in the middle fails here, whatever wanted to go on.
     Token take() {
         const Token token = at();
-        if (position_ + 1 < tokens_.size()) ++position_;
+        if (token.kind == Token::Kind::kEnd) fail("the text ends in the middle of a statement");
+        ++position_;
         return token;
     }
     bool accept(const char* text) {
@@ -85,10 +91,30 @@ class Parser {
         const int value = static_cast<int>(std::strtoll(token.text.c_str(), nullptr, 0));
         return negative ? -value : value;
     }
+    // A size, a count or an alignment: what the emulator allocates must stay within what a kernel could have.
+    uint32_t size(uint64_t limit) {
+        const Token token = take();
+        uint64_t value = 0;
+        if (token.kind == Token::Kind::kNumber) value = std::strtoull(token.text.c_str(), nullptr, 0);
+        if (token.kind != Token::Kind::kNumber || value > limit) {
+            fail(format("expected a number up to %llu instead of '%s'", static_cast<unsigned long long>(limit),
+                        token.text.c_str()));
+        }
+        return static_cast<uint32_t>(value);
+    }
+    uint32_t alignment() {
+        const uint32_t value = size(kMaxAlignment);
+        if (value == 0 || (value & (value - 1)) != 0) fail(format("an alignment of %u", value));
+        return value;
+    }
+    uint32_t array(uint32_t element) {
+        const uint64_t bytes = uint64_t{element} * size(kMaxBytes);
+        if (bytes > kMaxBytes) fail(format("%llu bytes", static_cast<unsigned long long>(bytes)));
+        return static_cast<uint32_t>(bytes);
+    }
     void skip_block() {
         expect("{");
         for (int depth = 1; depth > 0;) {
-            if (at().kind == Token::Kind::kEnd) fail("unbalanced '{'");
             const Token token = take();
             depth += token.is("{") ? 1 : token.is("}") ? -1 : 0;
         }
@@ -157,7 +183,6 @@ class Parser {
     // Bodies of functions are skipped: a call of one is refused where it stands (kernels here are fully inlined).
     void function(bool) {
         while (!at().is("{") && !at().is(";")) {
-            if (at().kind == Token::Kind::kEnd) fail("unfinished .func");
             take();
         }
         if (at().is("{")) {
@@ -169,13 +194,13 @@ class Parser {
 
     // The part of a variable declaration after its state space, to the semicolon.
     void variables(std::vector<VariableSyntax>& out, bool is_extern) {
-        uint32_t alignment = 0, vector = 1;
+        uint32_t asked_alignment = 0, vector = 1;
         int bytes = -1;
         bool is_float = false;
         while (at().kind == Token::Kind::kWord && at().text[0] == '.') {
             const std::string word = take().text;
             if (word == ".align") {
-                alignment = integer();
+                asked_alignment = alignment();
             } else if (word == ".v2" || word == ".v4") {
                 vector = word[2] - '0';
             } else if (word == ".attribute") {
@@ -186,12 +211,13 @@ class Parser {
                 is_float = word[1] == 'f';
             }
         }
+        if (bytes <= 0) fail("a variable without a type");
         do {
             VariableSyntax variable;
             variable.name = take().text;
             variable.is_extern = is_extern;
             const uint32_t element = bytes * vector;
-            variable.alignment = alignment ? alignment : element;
+            variable.alignment = asked_alignment ? asked_alignment : element;
             variable.bytes = element;
             bool unsized = false;
             while (accept("[")) {
@@ -199,7 +225,7 @@ class Parser {
                     unsized = true;
                     variable.bytes = 0;
                 } else {
-                    variable.bytes *= integer();
+                    variable.bytes = array(variable.bytes);
                     expect("]");
                 }
             }
@@ -212,10 +238,11 @@ class Parser {
         expect(";");
     }
 
-    void initializer(VariableSyntax& variable, int bytes, bool is_float) {
+    void initializer(VariableSyntax& variable, int bytes, bool is_float, int depth = 0) {
+        if (depth > kMaxNesting) fail("brackets nested too deeply");
         if (accept("{")) {
             while (!accept("}")) {
-                initializer(variable, bytes, is_float);
+                initializer(variable, bytes, is_float, depth + 1);
                 accept(",");
             }
             return;
@@ -230,6 +257,7 @@ class Parser {
                 fail("initialiser");
         } else {
             std::string name = token.text;
+            if (bytes != 8) fail("the address of '" + name + "' in an element of " + std::to_string(bytes) + " bytes");
             if (name == "generic") {
                 expect("(");
                 name = take().text;
@@ -281,29 +309,32 @@ class Parser {
 
     void parameter(KernelSyntax& kernel) {
         expect(".param");
-        uint32_t alignment = 0;
+        uint32_t asked_alignment = 0;
         int bytes = 0;
         while (at().kind == Token::Kind::kWord && at().text[0] == '.') {
             const std::string word = take().text;
             if (word == ".align") {
-                const uint32_t value = integer();
-                if (!bytes) alignment = value;  // after the type it belongs to .ptr
+                const uint32_t value = alignment();
+                if (!bytes) asked_alignment = value;  // after the type it belongs to .ptr
             } else if (word != ".ptr" && word != ".global" && word != ".shared" && word != ".const" &&
                        word != ".local") {
                 bytes = type_bytes(word.substr(1));
                 if (bytes <= 0) fail("unknown parameter type '" + word + "'");
             }
         }
+        if (bytes <= 0) fail("a parameter without a type");
         ParameterSyntax parameter;
         parameter.name = take().text;
         parameter.bytes = bytes;
-        if (!alignment) alignment = bytes;
         if (accept("[")) {
-            parameter.bytes *= integer();
+            parameter.bytes = array(parameter.bytes);
             expect("]");
         }
-        kernel.parameter_bytes = align_up(kernel.parameter_bytes, alignment);
+        kernel.parameter_bytes = align_up(kernel.parameter_bytes, asked_alignment ? asked_alignment : bytes);
         parameter.offset = kernel.parameter_bytes;
+        if (parameter.bytes > kMaxParameterBytes || parameter.offset + parameter.bytes > kMaxParameterBytes) {
+            fail(format("the parameters of kernel %s exceed %u bytes", kernel.name.c_str(), kMaxParameterBytes));
+        }
         kernel.parameter_bytes += parameter.bytes;
         kernel.parameters.push_back(parameter);
     }
@@ -318,7 +349,7 @@ class Parser {
         expect("{");
         for (int depth = 1; depth > 0;) {
             const Token& token = at();
-            if (token.kind == Token::Kind::kEnd) fail("unfinished kernel " + kernel.name);
+            if (token.kind == Token::Kind::kEnd) fail("the text ends within kernel " + kernel.name);
             if (token.is("{")) {
                 take();
                 Scope inner;
@@ -393,7 +424,7 @@ class Parser {
             const std::string name = take().text;
             const int first = static_cast<int>(kernel_->registers.size());
             if (accept("<")) {
-                const uint32_t count = integer();
+                const uint32_t count = size(kMaxRegisters);
                 expect(">");
                 for (uint32_t i = 0; i < count; ++i) {
                     kernel_->registers.push_back({name + std::to_string(i), type, static_cast<uint32_t>(bytes)});
@@ -448,13 +479,13 @@ class Parser {
         return operand;
     }
 
-    SyntaxOperand operand() {
-        SyntaxOperand result = simple_operand();
+    SyntaxOperand operand(int depth = 0) {
+        SyntaxOperand result = simple_operand(depth);
         if (accept("|")) {
             SyntaxOperand pair;
             pair.kind = SyntaxOperand::Kind::kPair;
             pair.parts.push_back(result);
-            pair.parts.push_back(simple_operand());
+            pair.parts.push_back(simple_operand(depth));
             return pair;
         }
         // "symbol+4" outside of brackets: the address of a variable with an offset
@@ -465,12 +496,13 @@ class Parser {
         return result;
     }
 
-    SyntaxOperand simple_operand() {
+    SyntaxOperand simple_operand(int depth = 0) {
+        if (depth > kMaxNesting) fail("brackets nested too deeply");
         SyntaxOperand result;
         if (accept("{")) {
             result.kind = SyntaxOperand::Kind::kVector;
             while (!accept("}")) {
-                result.parts.push_back(operand());
+                result.parts.push_back(operand(depth + 1));
                 accept(",");
             }
             return result;
@@ -478,7 +510,7 @@ class Parser {
         if (accept("[")) {
             result.kind = SyntaxOperand::Kind::kAddress;
             while (!accept("]")) {
-                result.parts.push_back(simple_operand());
+                result.parts.push_back(simple_operand(depth + 1));
                 if (accept("+")) {
                     const bool negative = accept("-");
                     const Token number = take();
@@ -494,7 +526,7 @@ class Parser {
             return result;
         }
         if (accept("!")) {
-            result = simple_operand();
+            result = simple_operand(depth + 1);
             result.negated = true;
             return result;
         }
@@ -540,7 +572,6 @@ class Parser {
             call(out);
         } else {
             while (!at().is(";")) {
-                if (at().kind == Token::Kind::kEnd) fail("unfinished instruction");
                 out.operands.push_back(operand());
                 if (!accept(",")) break;
             }
@@ -611,6 +642,7 @@ class Parser {
                 if (branch.operands.empty()) raise(Fault::kInvalidPtx, "PTX line %d: bra without a label", branch.line);
                 names.push_back(branch.operands[0].name);
             } else {
+                if (branch.operands.empty()) raise(Fault::kInvalidPtx, "PTX line %d: brx without a table", branch.line);
                 for (int s = scope; s >= 0 && names.empty(); s = scopes_[s].parent) {
                     const auto it = scopes_[s].tables.find(branch.operands.back().name);
                     if (it != scopes_[s].tables.end()) names = it->second;

@@ -24,6 +24,14 @@ ModuleGlobals::ModuleGlobals(const ModuleSyntax& module) {
     for (const VariableSyntax& variable : module.globals) {
         for (const auto& [offset, symbol] : variable.relocations) {
             const uint64_t value = address(symbol);
+            if (!value) {
+                raise(Fault::kInvalidPtx, "unknown symbol '%s' in the initial value of '%s'", symbol.c_str(),
+                      variable.name.c_str());
+            }
+            if (offset + 8 > variable.bytes) {
+                raise(Fault::kInvalidPtx, "the initial value of '%s' has more than its %u bytes", variable.name.c_str(),
+                      variable.bytes);
+            }
             std::memcpy(reinterpret_cast<uint8_t*>(addresses_[variable.name]) + offset, &value, 8);
         }
     }

@@ -10,6 +10,7 @@
 #include "ast.h"
 #include "instruction.h"
 #include "register_sharing.h"
+#include "special_register.h"
 
 namespace ptx_emulator {
 
@@ -26,7 +27,7 @@ class ModuleGlobals {
 };
 
 struct SpecialRegister {
-    std::string name;  // "%tid.x"
+    SpecialValue value;
     uint32_t offset = 0;
     uint32_t bytes = 4;
 };

@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include <mutex>
+#include <new>
 #include <string>
 
 #include "device_model.h"
@@ -47,6 +48,8 @@ cudaError_t guarded(F f) {
         return cudaSuccess;
     } catch (const EmulationError& error) {
         return fail(error);
+    } catch (const std::bad_alloc&) {
+        return fail(EmulationError(Fault::kOutOfMemory, "the emulator itself ran out of the host's memory"));
     } catch (const std::exception& error) {
         return fail(EmulationError(Fault::kUnsupported, error.what()));
     }

@@ -2,7 +2,28 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "host_faults.h"
 #include "runtime.h"
+
+namespace ptx_emulator {
+
+namespace {
+
+constexpr size_t kDeviceMemory = size_t{8} << 30;
+
+// Runs f, which follows the caller's pointers.
+cudaError_t touch_memory(const char* what, size_t bytes, const std::function<void()>& f) {
+    return guarded([&] {
+        const std::lock_guard<std::mutex> lock(launch_mutex());
+        void* address = nullptr;
+        if (survives_faults(f, &address)) return;
+        raise(Fault::kInvalidArgument, "%s of %zu bytes touches %p, where no memory is", what, bytes, address);
+    });
+}
+
+}  // namespace
+
+}  // namespace ptx_emulator
 
 using namespace ptx_emulator;
 
@@ -153,8 +174,13 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t, cudaEvent_t) 
 
 // ---- memory
 cudaError_t cudaMalloc(void** pointer, size_t bytes) {
-    *pointer = std::aligned_alloc(256, (bytes + 255) / 256 * 256 + 256);
-    return set_last_error(*pointer ? cudaSuccess : cudaErrorMemoryAllocation);
+    *pointer = nullptr;
+    return guarded([&] {
+        if (bytes <= kDeviceMemory) *pointer = std::aligned_alloc(256, (bytes + 255) / 256 * 256 + 256);
+        if (!*pointer) {
+            raise(Fault::kOutOfMemory, "cudaMalloc of %zu bytes, the device has %zu", bytes, kDeviceMemory);
+        }
+    });
 }
 cudaError_t cudaMallocAsync(void** pointer, size_t bytes, cudaStream_t) {
     return cudaMalloc(pointer, bytes);
@@ -166,28 +192,27 @@ cudaError_t cudaFree(void* pointer) {
 cudaError_t cudaFreeAsync(void* pointer, cudaStream_t) {
     return cudaFree(pointer);
 }
-// Plausible numbers: nothing here is limited by device memory.
+// A plausible number: it limits a single allocation, their sum is limited by the host alone.
 cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes) {
-    *free_bytes = *total_bytes = size_t{8} << 30;
+    *free_bytes = *total_bytes = kDeviceMemory;
     return cudaSuccess;
 }
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind) {
-    std::memmove(to, from, bytes);
-    return cudaSuccess;
+    return touch_memory("cudaMemcpy", bytes, [&] { std::memmove(to, from, bytes); });
 }
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t) {
     return cudaMemcpy(to, from, bytes, kind);
 }
 cudaError_t cudaMemset(void* to, int value, size_t bytes) {
-    std::memset(to, value, bytes);
-    return cudaSuccess;
+    return touch_memory("cudaMemset", bytes, [&] { std::memset(to, value, bytes); });
 }
 cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
     return cudaMemset(to, value, bytes);
 }
 cudaError_t cudaMemset2DAsync(void* to, size_t pitch, int value, size_t width, size_t height, cudaStream_t) {
-    for (size_t row = 0; row < height; ++row) std::memset(static_cast<char*>(to) + row * pitch, value, width);
-    return cudaSuccess;
+    return touch_memory("cudaMemset2D", width * height, [&] {
+        for (size_t row = 0; row < height; ++row) std::memset(static_cast<char*>(to) + row * pitch, value, width);
+    });
 }
 cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* pointer) {
     *attributes = cudaPointerAttributes{};

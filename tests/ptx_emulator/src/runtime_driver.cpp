@@ -37,6 +37,7 @@ void encode_tiled(TensorMap& map, CUtensorMapDataType type, uint32_t rank, void*
     const auto invalid = Fault::kInvalidConfiguration;
     if (rank < 1 || rank > 5) raise(invalid, "tensor map of rank %u", rank);
     if (interleave != CU_TENSOR_MAP_INTERLEAVE_NONE) raise(Fault::kUnsupported, "interleaved tensor map");
+    if (!base) raise(invalid, "tensor map without an address");
     if (reinterpret_cast<uintptr_t>(base) % 16) raise(invalid, "tensor map: base %p is not 16-byte aligned", base);
     map.magic = kTensorMapMagic;
     map.base = reinterpret_cast<uint64_t>(base);

@@ -60,6 +60,10 @@ cudaError_t error_code(Fault fault) {
             return cudaErrorLaunchFailure;
         case Fault::kTrap:
             return cudaErrorAssert;
+        case Fault::kInvalidArgument:
+            return cudaErrorInvalidValue;
+        case Fault::kOutOfMemory:
+            return cudaErrorMemoryAllocation;
         case Fault::kUnsupported:
             return cudaErrorNotSupported;
     }

@@ -1,6 +1,4 @@
 // Kernel launches and function attributes of the stand-in.
-#include <csetjmp>
-#include <csignal>
 #include <cstdio>
 #include <cstring>
 #include <map>
@@ -10,6 +8,7 @@
 
 #include <xmmintrin.h>
 
+#include "host_faults.h"
 #include "kernel_library.h"
 #include "runtime.h"
 
@@ -39,46 +38,6 @@ Dim3 convert(dim3 d) {
     return {d.x, d.y, d.z};
 }
 
-// A wild pointer of the kernel faults in the host's memory. For the time of a launch the faults of this thread come
-// back to the launch; others go where they would have gone.
-thread_local sigjmp_buf fault_jump;
-thread_local volatile sig_atomic_t fault_armed = 0;
-thread_local void* volatile fault_address = nullptr;
-struct sigaction previous_segv, previous_bus;
-
-void on_fault(int signal, siginfo_t* information, void* context) {
-    if (fault_armed) {
-        fault_armed = 0;
-        fault_address = information->si_addr;
-        siglongjmp(fault_jump, 1);
-    }
-    const struct sigaction& previous = signal == SIGSEGV ? previous_segv : previous_bus;
-    if (previous.sa_flags & SA_SIGINFO) {
-        previous.sa_sigaction(signal, information, context);
-    } else if (previous.sa_handler != SIG_DFL && previous.sa_handler != SIG_IGN) {
-        previous.sa_handler(signal);
-    } else {
-        std::signal(signal, SIG_DFL);
-        std::raise(signal);
-    }
-}
-
-class FaultGuard {
-  public:
-    FaultGuard() {
-        struct sigaction action = {};
-        action.sa_sigaction = on_fault;
-        action.sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK;
-        sigaction(SIGSEGV, &action, &previous_segv);
-        sigaction(SIGBUS, &action, &previous_bus);
-    }
-    ~FaultGuard() {
-        fault_armed = 0;
-        sigaction(SIGSEGV, &previous_segv, nullptr);
-        sigaction(SIGBUS, &previous_bus, nullptr);
-    }
-};
-
 // Kernels see IEEE arithmetic with subnormals whatever the process has set.
 class FloatingPointGuard {
   public:
@@ -91,14 +50,9 @@ class FloatingPointGuard {
 
 void run_guarded(Machine& machine) {
     const FloatingPointGuard floating_point;
-    const FaultGuard faults;
-    if (sigsetjmp(fault_jump, 1) == 0) {
-        fault_armed = 1;
-        machine.run();
-        fault_armed = 0;
-        return;
-    }
-    // The stack between here and the fault is gone; the machine itself is intact and is destroyed as usual.
+    void* fault_address = nullptr;
+    // After a fault the machine itself is intact and is destroyed as usual.
+    if (survives_faults([&] { machine.run(); }, &fault_address)) return;
     std::string text =
         format("illegal access of global memory at %p in kernel %s", fault_address, machine.program.name.c_str());
     if (const Warp* warp = machine.current_warp) {
@@ -106,6 +60,21 @@ void run_guarded(Machine& machine) {
                        machine.program.where(warp->pc()).c_str());
     }
     throw EmulationError(Fault::kIllegalAddress, text);
+}
+
+// The arguments by the PTX's parameters; nothing but the text says how many the caller has.
+void copy_parameters(const Program& program, void** arguments, std::vector<uint8_t>& parameters) {
+    parameters.assign(program.parameter_bytes, 0);
+    for (size_t i = 0; i < program.parameters.size(); ++i) {
+        const ParameterSyntax& parameter = program.parameters[i];
+        void* address = nullptr;
+        const auto copy = [&] { std::memcpy(&parameters[parameter.offset], arguments[i], parameter.bytes); };
+        if (survives_faults(copy, &address)) continue;
+        raise(Fault::kInvalidArgument,
+              "kernel %s: parameter %zu of %zu (%u bytes) cannot be read from %p; is the PTX of another build than the "
+              "object file?",
+              program.name.c_str(), i, program.parameters.size(), parameter.bytes, address);
+    }
 }
 
 constexpr size_t kMaxEarlierGrids = 4;
@@ -142,18 +111,15 @@ void launch(const void* host_function, Dim3 grid, Dim3 block, Dim3 cluster, size
               "a cluster of %llu CTAs without cudaFuncAttributeNonPortableClusterSizeAllowed",
               static_cast<unsigned long long>(config.cluster.count()));
     }
-    config.dynamic_shared = static_cast<uint32_t>(dynamic_shared);
     const size_t shared = dynamic_shared + program.static_shared;
-    if (shared > 48 * 1024 && static_cast<int>(dynamic_shared) > dynamic_shared_limit(host_function)) {
+    const auto limit = static_cast<size_t>(dynamic_shared_limit(host_function));
+    if ((shared > 48 * 1024 && dynamic_shared > limit) || dynamic_shared > UINT32_MAX) {
         raise(Fault::kInvalidConfiguration,
-              "%zu bytes of dynamic shared memory, but cudaFuncAttributeMaxDynamicSharedMemorySize is %d",
-              dynamic_shared, dynamic_shared_limit(host_function));
+              "%zu bytes of dynamic shared memory, but cudaFuncAttributeMaxDynamicSharedMemorySize is %zu",
+              dynamic_shared, limit);
     }
-    config.parameters.assign(program.parameter_bytes, 0);
-    for (size_t i = 0; i < program.parameters.size(); ++i) {
-        const ParameterSyntax& parameter = program.parameters[i];
-        std::memcpy(&config.parameters[parameter.offset], arguments[i], parameter.bytes);
-    }
+    config.dynamic_shared = static_cast<uint32_t>(dynamic_shared);
+    copy_parameters(program, arguments, config.parameters);
     // A programmatic launch may overlap its predecessor, and whatever that one was allowed to overlap.
     if (!programmatic) earlier_grids.clear();
     note_launch(name, nullptr);

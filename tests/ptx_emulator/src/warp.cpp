@@ -28,55 +28,6 @@ Warp::~Warp() {
     machine.async.detach(&tensor_memory.stores);
 }
 
-// The value of a special register (PTX ISA chapter 10) that is fixed for a warp's life.
-static uint64_t special_value(const Warp& warp, const std::string& name, uint32_t lane) {
-    const Cta& cta = warp.cta;
-    const LaunchConfig& config = warp.machine.config;
-    const Dim3 &block = config.block, &grid = config.grid, &cluster = config.cluster;
-    const uint32_t thread = warp.index * kWarpSize + lane;
-    const Dim3 tid{thread % block.x, thread / block.x % block.y, thread / block.x / block.y};
-    const Dim3 cluster_id{cta.id.x / cluster.x, cta.id.y / cluster.y, cta.id.z / cluster.z};
-    const Dim3 cluster_count{grid.x / cluster.x, grid.y / cluster.y, grid.z / cluster.z};
-    const Dim3 cta_in_cluster{cta.id.x % cluster.x, cta.id.y % cluster.y, cta.id.z % cluster.z};
-    const struct {
-        const char* name;
-        const Dim3& value;
-    } vectors[] = {{"%tid", tid},
-                   {"%ntid", block},
-                   {"%ctaid", cta.id},
-                   {"%nctaid", grid},
-                   {"%clusterid", cluster_id},
-                   {"%nclusterid", cluster_count},
-                   {"%cluster_ctaid", cta_in_cluster},
-                   {"%cluster_nctaid", cluster}};
-    for (const auto& [prefix, value] : vectors) {
-        const size_t length = std::strlen(prefix);
-        if (name.size() != length + 2 || name.compare(0, length, prefix) != 0 || name[length] != '.') continue;
-        return name.back() == 'x' ? value.x : name.back() == 'y' ? value.y : value.z;
-    }
-    if (name == "%laneid") return lane;
-    if (name == "%warpid") return warp.index;
-    if (name == "%nwarpid") return (block.count() + kWarpSize - 1) / kWarpSize;
-    if (name == "%cluster_ctarank") return cta.rank;
-    if (name == "%cluster_nctarank") return cluster.count();
-    if (name == "%is_explicit_cluster") return cluster.count() > 1;
-    if (name == "%smid") return cta.sm;
-    if (name == "%nsmid") return warp.machine.device.sm_count;
-    if (name == "%gridid") return 1;
-    if (name == "%lanemask_eq") return lane_bit(lane);
-    if (name == "%lanemask_lt") return lane_bit(lane) - 1;
-    if (name == "%lanemask_le") return lane_bit(lane) | (lane_bit(lane) - 1);
-    if (name == "%lanemask_gt") return ~(lane_bit(lane) | (lane_bit(lane) - 1));
-    if (name == "%lanemask_ge") return ~(lane_bit(lane) - 1);
-    if (name == "%dynamic_smem_size") return config.dynamic_shared;
-    if (name == "%total_smem_size") return warp.machine.shared_bytes();
-    if (name == "%clock" || name == "%clock64" || name == "%globaltimer" || name == "%clock_hi" ||
-        name == "%globaltimer_lo" || name == "%globaltimer_hi") {
-        return 0;  // read by mov at run time (ops_move.cpp)
-    }
-    raise(Fault::kInvalidPtx, "unknown special register %s", name.c_str());
-}
-
 void Warp::initialize_registers() {
     std::memcpy(registers_, program.initial_registers.data(), program.register_bytes);
     auto put = [&](uint32_t offset, uint32_t bytes, uint32_t lane, uint64_t value) {
@@ -102,7 +53,7 @@ void Warp::initialize_registers() {
     }
     for (const SpecialRegister& special : program.specials) {
         for (uint32_t lane = 0; lane < kWarpSize; ++lane) {
-            put(special.offset, special.bytes, lane, special_value(*this, special.name, lane));
+            put(special.offset, special.bytes, lane, special.value(*this, lane));
         }
     }
 }
@@ -114,7 +65,7 @@ LaneMask Warp::live() const {
 }
 
 uint8_t* Warp::local(uint32_t lane, uint64_t offset, uint32_t bytes) {
-    if (offset + bytes > program.local_bytes) {
+    if (offset > program.local_bytes || offset + bytes > program.local_bytes) {
         raise(Fault::kIllegalAddress, "local memory access at %llu, %u bytes, of %u per thread",
               static_cast<unsigned long long>(offset), bytes, program.local_bytes);
     }

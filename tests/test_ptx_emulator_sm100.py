@@ -83,6 +83,19 @@ def test_products_need_each_wait(kernels: UnitKernels, schedule: str, skip: int)
     assert "sm100.cu:" in str(error)
 
 
+def test_commit_that_nothing_waits_for(kernels: UnitKernels, tmp_path: Path) -> None:
+    """A CTA that ends before its last commit: the checker reports it; without the checker it does no harm."""
+    a, b, maps, _tensors = operands(kernels, 128, 0, 0)
+    doubled = kernels.with_ptx(tmp_path, lambda text: re.sub(r"tcgen05\.commit[^;]*;", r"\g<0> \g<0>", text))
+    out = np.full((128, 64), np.nan, np.float32)
+    with emulator_options(schedule="lazy"):
+        error = error_of(doubled, "tensor_128_00", 1, 128, *maps, out, 0, shared=24576)
+    assert "ends with tensor core operations outstanding: tcgen05.commit" in str(error)
+    with emulator_options(schedule="lazy", check=0):
+        doubled.launch("tensor_128_00", 1, 128, *maps, out, 0, shared=24576)
+    np.testing.assert_allclose(out, a @ b.T, atol=2e-5)
+
+
 @pytest.mark.parametrize("m", [64, 128])
 def test_product_of_fp8(kernels: UnitKernels, schedule: str, m: int) -> None:
     """kind::f8f6f4; with M = 64 the rows lie in every second 16 lanes."""

@@ -139,3 +139,19 @@ def with_waits(library: Path) -> Path:
         folder,
         lambda ptx: re.sub(r"(\btcgen05\.(ld|st)\.sync[^;]*;)", r"\1 tcgen05.wait::\2.sync.aligned;", ptx),
     )
+
+
+def with_barriers(library: Path) -> Path:
+    """A copy of a library whose warpgroups meet after each proxy fence, at a named barrier of their own."""
+    folder = library.parent / "with_barriers"
+    folder.mkdir(exist_ok=True)
+    barrier = """{
+        .reg .u32 %warpgroup_barrier;
+        mov.u32 %warpgroup_barrier, %tid.x;
+        shr.u32 %warpgroup_barrier, %warpgroup_barrier, 7;
+        add.u32 %warpgroup_barrier, %warpgroup_barrier, 12;
+        bar.sync %warpgroup_barrier, 128;
+        }"""
+    return harness.edit_ptx(
+        library, folder, lambda ptx: re.sub(r"\bfence\.proxy\.async\.shared::cta;", rf"\g<0> {barrier}", ptx)
+    )

@@ -15,7 +15,9 @@ ARG TEST_IMAGE=python:3.12.11-bookworm
 # glibc 2.28, g++ 14 and every CPython; nvcc comes from PyPI.
 FROM ${BUILD_IMAGE} AS build
 SHELL ["/bin/bash", "-e", "-o", "pipefail", "-c"]
-RUN useradd --uid 1000 --create-home builder
+# Not every builder gives a folder that WORKDIR makes to USER.
+RUN useradd --uid 1000 --create-home builder \
+ && install --directory --owner=1000 --group=1000 /home/builder/flash_ext
 USER 1000
 WORKDIR /home/builder/flash_ext
 COPY --chown=1000 packaging/requirements-build.txt packaging/
@@ -37,13 +39,17 @@ COPY --from=build /home/builder/flash_ext/dist/ /
 # ----------------------------------------------------------------------------------------------------------------------
 # g++, make and git, without a CUDA toolkit: the test command takes what it needs.
 FROM ${TEST_IMAGE} AS test
-RUN useradd --uid 1000 --create-home tester
+RUN useradd --uid 1000 --create-home tester \
+ && install --directory --owner=1000 --group=1000 /home/tester/flash_ext
 USER 1000
 WORKDIR /home/tester/flash_ext
 COPY --chown=1000 . .
 ARG FLASH_EXT_TORCH=torch==2.13.0
+ARG FLASH_EXT_PATHS=
 ARG FLASH_EXT_JOBS=
-RUN FLASH_EXT_TORCH="${FLASH_EXT_TORCH}" FLASH_EXT_JOBS="${FLASH_EXT_JOBS}" make test
+ARG PYTEST_ARGS=
+RUN export FLASH_EXT_TORCH FLASH_EXT_PATHS FLASH_EXT_JOBS \
+ && make test PYTEST_ARGS="${PYTEST_ARGS}"
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The wheel, torch and the demo's packages.

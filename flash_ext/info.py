@@ -194,7 +194,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(everything, indent=1))
         return 1 if unusable else 0
     print("Machine")
-    print_pairs(machine_lines(description))
+    version, *others = machine_lines(description)
+    print_pairs([version, ("Commit", _C.build_info()["commit"]), *others])
     print("\nPaths")
     print_pairs(path_lines(unusable))
     if set_variables:

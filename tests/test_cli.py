@@ -49,6 +49,7 @@ def test_info_names_versions_and_every_path(
     output = capsys.readouterr().out
     for text in (flash_ext.__version__, torch.__version__, "sm80", "sm90", "sm100", "cpu", "FLASH_EXT_DEMO_MODEL"):
         assert text in output
+    assert f"Commit     {flash_ext.build_info()['module']['commit']}\n" in output
 
 
 def test_info_as_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -103,7 +103,7 @@ $(STAMPS)/venv:
 # torch first, and alone: what is installed afterwards keeps the build that was asked for.
 $(STAMPS)/torch: $(STAMPS)/venv FORCE
 	@if [ "$$(cat $@ 2>/dev/null)" != "$(FLASH_EXT_TORCH)" ]; then \
-	  printf '\n== install $(FLASH_EXT_TORCH)\n'; \
+	  printf '\n== install %s (builds for CUDA are gigabytes: minutes without a sign of life)\n' '$(FLASH_EXT_TORCH)'; \
 	  $(PIP) '$(FLASH_EXT_TORCH)'; \
 	  echo "$(FLASH_EXT_TORCH)" > $@; \
 	fi

@@ -74,8 +74,14 @@ base() {
 case $target in
   build | wheel) base build g++,git,make ;;
   test) base test g++,git,make ;;
-  runtime) base build g++,git,make && base slim "" ;;
-  *) echo "unknown target: $target" >&2 && exit 2 ;;
+  runtime)
+    base build g++,git,make
+    base slim ""
+    ;;
+  *)
+    echo "unknown target: $target" >&2
+    exit 2
+    ;;
 esac
 rm -rf "$work/clone"
 git clone --quiet "$root" "$work/clone"

@@ -36,7 +36,7 @@
 // | v_full *           | likewise              |          |                                                          |
 // | k_columns_full *   | likewise; of a pair   |          |                                                          |
 // | q_full[s] *        | loader and TMA        | products | Q has landed, zero behind the last query                 |
-// | q_empty[s]         | commit                | loader   | dK (in a pair S) has read Q                              |
+// | q_empty[s]         | commit; not of a pair | loader   | dK has read Q                                            |
 // | q_columns_full *   | as q_full; of a pair  |          |                                                          |
 // | q_columns_empty    | commit                | loader   | dK has read Q                                            |
 // | terms_full[s]      | loader and copy       | scores   | lse and delta have landed                                |
@@ -57,7 +57,8 @@
 //
 // What needs no barrier, because products run in the order of their issue: S overwrites P of the block before, which
 // dV has read; dP and dQ overwrite dS, which dK has read. dS in shared memory is overwritten after dp_full, which
-// follows dQ of the block before. lse and delta of kStages steps ago: their dK has been waited for, for Q.
+// follows dQ of the block before. Q, lse and delta of kStages steps ago: their dK has been waited for, for Q or, in a
+// pair, in the step before, for Q by columns.
 //
 // Rows of Q, dO, K and V behind a sequence's end are zero in shared memory before a product reads them: there TMA
 // brings zeros from outside the tensor and anything from inside, which the loader overwrites. Their lse is +inf, so P
@@ -140,21 +141,22 @@ struct Backward : BackwardShape<kType, kHeadDim, kHeadDimV, kTile, kRich> {
             cute::cluster_wait();
         }
         if (threadIdx.x == 0 && Transfer::rank() == 0) hand_out_work(arguments, control);
-        if constexpr (kIsPair) {  // barriers and work are there
+        std::conditional_t<kIsPair, cute::TMEM::Allocator2Sm, cute::TMEM::Allocator1Sm> allocator;
+        const bool allocates = group == kSupplyGroup && warp == 0;
+        if (allocates) {
+            allocator.allocate(kTensorMemoryColumns, &control.tmem);
+            allocator.release_allocation_lock();
+        }
+        if constexpr (kIsPair) {  // barriers, work and tensor memory are there
             cute::cluster_arrive();
             cute::cluster_wait();
         } else {
             __syncthreads();
         }
-        if (control.work.is_empty) return;
-        std::conditional_t<kIsPair, cute::TMEM::Allocator2Sm, cute::TMEM::Allocator1Sm> allocator;
-        if (group == kSupplyGroup && warp == 0) {
-            allocator.allocate(kTensorMemoryColumns, &control.tmem);
-            allocator.release_allocation_lock();
-            ptx::tcgen05_fence_before_thread_sync();
+        if (control.work.is_empty) {
+            if (allocates) allocator.free(0, kTensorMemoryColumns);
+            return;
         }
-        __syncthreads();  // tensor memory is there
-        ptx::tcgen05_fence_after_thread_sync();
 
         if (group == kSupplyGroup) {
             cutlass::arch::warpgroup_reg_dealloc<kSupplyRegisters>();
@@ -163,26 +165,20 @@ struct Backward : BackwardShape<kType, kHeadDim, kHeadDimV, kTile, kRich> {
             } else if (warp == 1) {
                 BackwardSupply<Shape>::load_all(arguments, smem, control, lane);
             }
-            __syncwarp();
         } else if (group == kReduceGroup) {
             cutlass::arch::warpgroup_reg_dealloc<kReduceRegisters>();
             BackwardReduce<Shape>::run(arguments, smem, control, warp, lane);
-            __syncwarp();
         } else {
             cutlass::arch::warpgroup_reg_alloc<kComputeRegisters>();
             BackwardCompute<Shape>::run(arguments, smem, control, group - kComputeGroup, threadIdx.x % 128);
         }
 
-        ptx::tcgen05_fence_before_thread_sync();
         __syncthreads();          // no one reads tensor memory any more
         if constexpr (kIsPair) {  // or writes to the other CTA
             cute::cluster_arrive();
             cute::cluster_wait();
         }
-        if (ptx::tid_x() / 32 == kSupplyGroup * 4) {
-            ptx::tcgen05_fence_after_thread_sync();
-            allocator.free(0, kTensorMemoryColumns);
-        }
+        if (ptx::tid_x() / 32 == kSupplyGroup * 4) allocator.free(0, kTensorMemoryColumns);
     }
 
     static int64_t workspace(const void* backward_params, const LaunchContext*) {
@@ -240,7 +236,7 @@ struct Backward : BackwardShape<kType, kHeadDim, kHeadDimV, kTile, kRich> {
         Barrier::init(&control.landed, 1);
         for (int i = 0; i < kStages; ++i) {
             Barrier::init(&control.q_full[i], kCtasOfTile);
-            Barrier::init(&control.q_empty[i], 1);
+            if (!kIsPair) Barrier::init(&control.q_empty[i], 1);
             Barrier::init(&control.terms_full[i], 1);
         }
         for (int i = 0; i < kDoutStages; ++i) {

@@ -107,7 +107,8 @@ struct BackwardCompute : Shape {
             for (int column = 0; column < kHalf; column += kChunk) {
                 float dp[kChunk];
                 load_columns<kChunk>(reinterpret_cast<uint32_t*>(dp), dp_tmem + column);
-                wait_loads();
+                // Values are there when they are needed (PTX ISA 9.7.16.6.4.5); the wait is for dS over them.
+                if ((column + kChunk) / 2 % kStored == 0) wait_loads();
                 if constexpr (kIsRich) {
 #pragma unroll
                     for (int i = 0; i < kChunk; ++i) {
@@ -139,11 +140,11 @@ struct BackwardCompute : Shape {
                 cutlass::arch::fence_view_async_shared();
             }
             ptx::tcgen05_fence_before_thread_sync();
-            if constexpr (kIsPair) {
-                __syncwarp();
-                if (lane == 0) ptx::fence_acq_rel_cluster();  // the arrival itself releases to its own CTA alone
+            __syncwarp();
+            if (lane == 0) {
+                if (kIsPair) ptx::fence_acq_rel_cluster();  // the arrival itself releases to its own CTA alone
+                Transfer::arrive(&control.ds_full);
             }
-            arrive(&control.ds_full);
         }
 
         if (has_blocks) {
@@ -158,11 +159,14 @@ struct BackwardCompute : Shape {
             write_gradient<kHeadDim>(params.dk, own_lanes(kDkColumn, warp), attention, work, key,
                                      attention.softmax_scale, attention.head_dim, has_blocks);
         }
+        wait_loads();
+        ptx::tcgen05_fence_before_thread_sync();  // the columns may be freed behind the CTA's last barrier
     }
 
   private:
     // The thread's row of dK or dV: whole sectors of 32 bytes, so lanes need not exchange anything. Rows behind the
-    // sequence's keys that count are 0.
+    // sequence's keys that count are 0. What has been loaded from tensor memory is there when it is needed (PTX ISA
+    // 9.7.16.6.4.5).
     template <int kColumns>
     __device__ __forceinline__ static void write_gradient(const TensorView& tensor, uint32_t tmem,
                                                           const ForwardParams& attention,
@@ -178,10 +182,7 @@ struct BackwardCompute : Shape {
 #pragma unroll
         for (int column = 0; column < kColumns; column += kStep) {
             uint32_t sums[kStep] = {};
-            if (has_blocks) {
-                load_columns<kStep>(sums, tmem + column);
-                wait_loads();
-            }
+            if (has_blocks) load_columns<kStep>(sums, tmem + column);
 #pragma unroll
             for (int i = 0; i < kStep; i += 8) {
                 uint32_t words[4];

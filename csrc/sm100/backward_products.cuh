@@ -1,5 +1,6 @@
 // The warp that issues the products of the sm100 backward: one elected lane does, the others keep it company so that
-// the compiler knows descriptors and branches to be the same in all lanes.
+// the compiler knows descriptors and branches to be the same in all lanes. It is the same lane each time, and the
+// election itself (elect.sync) waits for all of them.
 #pragma once
 
 #include <stdint.h>
@@ -57,16 +58,14 @@ struct BackwardProducts : Shape {
                 ptx::tcgen05_commit(cute::cast_smem_ptr_to_uint(barrier));
             }
         };
-        const auto wait = [](uint64_t* barrier, uint32_t phase) {
-            Barrier::wait(barrier, phase & 1);
-            ptx::tcgen05_fence_after_thread_sync();
-        };
+        const auto wait = [](uint64_t* barrier, uint32_t phase) { Barrier::wait(barrier, phase & 1); };
         const auto stage_of = [](uint32_t number) { return number % kStages; };
         const auto dout_stage_of = [](uint32_t number) { return number % kDoutStages; };
 
         // S^T = K Q^T
         const auto issue_s = [&](uint32_t number) {
             wait(&control.q_full[stage_of(number)], number / kStages);
+            ptx::tcgen05_fence_after_thread_sync();
             const uint32_t q = q_rows + stage_of(number) * (kQBytes >> 4);
             if (cute::elect_one_sync()) {
 #pragma unroll
@@ -75,10 +74,8 @@ struct BackwardProducts : Shape {
                         kSColumn, whole_descriptor(k_rows + sm90::column_step(step, kKeys)),
                         whole_descriptor(q + sm90::column_step(step, kQRows)), kSShape, step > 0);
                 }
-                if (kIsPair) commit(&control.q_empty[stage_of(number)]);
                 commit(&control.s_full);
             }
-            __syncwarp();
         };
         // dP^T = V dO^T, for the queries from first on.
         const auto multiply_dp = [&](uint32_t number, uint32_t column, int first, uint32_t shape) {
@@ -93,6 +90,7 @@ struct BackwardProducts : Shape {
         // What of dP does not have to wait for P.
         const auto issue_dp = [&](uint32_t number) {
             wait(&control.dout_full[dout_stage_of(number)], number / kDoutStages);
+            ptx::tcgen05_fence_after_thread_sync();
             if (cute::elect_one_sync()) {
                 if constexpr (kDpIsOverS) {
                     multiply_dp(number, Shape::dp_column(0), 0, kHalfShape);
@@ -102,12 +100,12 @@ struct BackwardProducts : Shape {
                     commit(&control.dp_full);
                 }
             }
-            __syncwarp();
         };
         // dV += P^T dO
         const auto issue_dv = [&](uint32_t number) {
             if (kIsPair) wait(&control.dout_columns_full, number);
             wait(&control.p_full, number);
+            ptx::tcgen05_fence_after_thread_sync();
             const uint32_t dout = dout_columns + (kIsPair ? 0 : dout_stage_of(number) * (kDoutBytes >> 4));
             if (cute::elect_one_sync()) {
                 if constexpr (kDpIsOverS) {
@@ -122,12 +120,12 @@ struct BackwardProducts : Shape {
                 }
                 commit(kIsPair ? &control.dout_columns_empty : &control.dout_empty[dout_stage_of(number)]);
             }
-            __syncwarp();
         };
         // dK += dS^T Q, dQ = dS K
         const auto issue_dk_dq = [&](uint32_t number) {
             if (kIsPair) wait(&control.q_columns_full, number);
             wait(&control.ds_full, number);
+            ptx::tcgen05_fence_after_thread_sync();
             const uint32_t q = q_columns + (kIsPair ? 0 : stage_of(number) * (kQBytes >> 4));
             if (cute::elect_one_sync()) {
 #pragma unroll
@@ -138,9 +136,9 @@ struct BackwardProducts : Shape {
                 }
                 commit(kIsPair ? &control.q_columns_empty : &control.q_empty[stage_of(number)]);
             }
-            __syncwarp();
             if (kDqIsApart && number > 0) wait(&control.dq_empty, number - 1);
             if (kIsPair && number == 0) wait(&control.k_columns_full, 0);
+            if (kDqIsApart || kIsPair) ptx::tcgen05_fence_after_thread_sync();
             if (cute::elect_one_sync()) {
 #pragma unroll
                 for (int step = 0; step < kBlockN / 16; ++step) {
@@ -150,7 +148,6 @@ struct BackwardProducts : Shape {
                 }
                 commit(&control.dq_full);
             }
-            __syncwarp();
         };
 
         wait(&control.k_full, 0);
@@ -169,7 +166,6 @@ struct BackwardProducts : Shape {
             issue_dp(number + 1);
         }
         if (cute::elect_one_sync()) commit(&control.sums_full);
-        __syncwarp();
     }
 };
 

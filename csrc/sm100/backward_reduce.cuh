@@ -53,8 +53,9 @@ struct BackwardReduce : Shape {
                 for (int i = 0; i < kAtOnce; ++i) {
                     if (begin + i < kSlices) load_columns<kSliceColumns>(dq[i], dq_tmem + (begin + i) * kSliceColumns);
                 }
-                wait_loads();
+                // Values are there when they are needed (PTX ISA 9.7.16.6.4.5); the wait is for who overwrites dQ.
                 if (begin + kAtOnce >= kSlices) {
+                    wait_loads();
                     ptx::tcgen05_fence_before_thread_sync();
                     __syncwarp();
                     if (lane == 0) Transfer::arrive(&control.dq_empty);

@@ -103,9 +103,9 @@ struct BackwardShape {
         uint64_t dout_columns_full, dout_columns_empty;
         uint64_t s_full, p_full, dp_full, ds_full;
         uint64_t dq_full, dq_empty;
-        uint64_t sums_full;  // dK and dV are complete
-        alignas(16) BackwardWork work;
-        uint32_t tmem;  // where tcgen05.alloc says what it allocated
+        uint64_t sums_full;             // dK and dV are complete
+        uint32_t tmem;                  // where tcgen05.alloc says what it allocated
+        alignas(16) BackwardWork work;  // the last: a pair's comes in words of 16 bytes
     };
     static constexpr int64_t kSharedMemory = kControlOffset + sizeof(Control);
 

@@ -54,6 +54,11 @@ struct BackwardSupply : Shape {
             __syncwarp();
             if (lane == 0) Transfer::arrive(full);
         };
+        // Until the products of step `step - buffers` have read what is to be overwritten. For the lane that copies;
+        // the others meet it at `landed`, of which no lane can miss a phase.
+        const auto wait_empty = [&](uint64_t* empty, uint32_t step, uint32_t buffers) {
+            if (lane == 0) Barrier::wait(empty + step % buffers, step / buffers & 1 ^ 1);
+        };
         // Keys from `first` on of the tile.
         const auto load_keys = [&]<int kRows, int kTilePanels>(const sm90::TensorMap& tensor, uint64_t* full,
                                                                int offset, int first, int first_column) {
@@ -74,12 +79,12 @@ struct BackwardSupply : Shape {
                                                                      walk.head, work.queries_used - row,
                                                                      arguments.query_tail_is_garbage, first_column);
             };
-            const uint32_t stage = number % kStages, phase = number / kStages & 1;
-            Barrier::wait(&control.q_empty[stage], phase ^ 1);
+            const uint32_t stage = number % kStages;
+            if constexpr (!kIsPair) wait_empty(control.q_empty, number, kStages);
             load_queries.template operator()<kQRows, kPanels>(arguments.q, &control.q_full[stage],
                                                               kQOffset + stage * kQBytes, rank * kQRows, 0);
-            // In a pair q_empty says that S has been made; that the terms of kStages steps ago are not needed any more
-            // is known from q_columns_empty, which was waited for in the step before.
+            // In a pair q_columns_empty, which was waited for in the step before, says that dK of kStages steps ago has
+            // been made: neither that step's Q nor its terms are needed any more.
             if (lane == 0) {
                 TransactionBarrier::arrive_and_expect_tx(&control.terms_full[stage], kTermsBytes);
                 cute::SM90_BULK_COPY_G2S::copy(
@@ -89,17 +94,17 @@ struct BackwardSupply : Shape {
             if (number == 0) {
                 load_keys.template operator()<kKeys, kPanelsV>(arguments.v, &control.v_full, kVOffset, rank * kKeys, 0);
             }
-            const uint32_t dout_stage = number % kDoutStages, dout_phase = number / kDoutStages & 1;
-            Barrier::wait(&control.dout_empty[dout_stage], dout_phase ^ 1);
+            const uint32_t dout_stage = number % kDoutStages;
+            wait_empty(control.dout_empty, number, kDoutStages);
             load_queries.template operator()<kQRows, kPanelsV>(arguments.dout, &control.dout_full[dout_stage],
                                                                kDoutOffset + dout_stage * kDoutBytes, rank * kQRows, 0);
             if constexpr (kIsPair) {
                 static_assert(kStages == 2);
-                Barrier::wait(&control.dout_columns_empty, number & 1 ^ 1);
+                wait_empty(&control.dout_columns_empty, number, 1);
                 load_queries.template operator()<kBlockM, kHalfPanelsV>(arguments.dout, &control.dout_columns_full,
                                                                         kDoutColumnsOffset, 0,
                                                                         rank * kHalfPanelsV * kPanelColumns);
-                Barrier::wait(&control.q_columns_empty, number & 1 ^ 1);
+                wait_empty(&control.q_columns_empty, number, 1);
                 load_queries.template operator()<kBlockM, kHalfPanels>(
                     arguments.q, &control.q_columns_full, kQColumnsOffset, 0, rank * kHalfPanels * kPanelColumns);
                 if (number == 0) {
@@ -108,7 +113,17 @@ struct BackwardSupply : Shape {
                 }
             }
             ++number;
-            __syncwarp();  // the lane that copies and those that only wait stay in the same phase of each barrier
+        }
+
+        // Every commit has arrived before the CTA ends.
+#pragma unroll 1
+        for (int i = 0; i < kDoutStages; ++i) wait_empty(control.dout_empty, number + i, kDoutStages);
+        if constexpr (kIsPair) {
+            wait_empty(&control.dout_columns_empty, number, 1);
+            wait_empty(&control.q_columns_empty, number, 1);
+        } else {
+#pragma unroll 1
+            for (int i = 0; i < kStages; ++i) wait_empty(control.q_empty, number + i, kStages);
         }
     }
 

@@ -106,10 +106,7 @@ struct Forward : ForwardShape<kType, kHeadDim, kHeadDimV, kTile, kRich> {
         const int group = uniform(threadIdx.x / 128);
         const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
         std::conditional_t<kIsPair, cute::TMEM::Allocator2Sm, cute::TMEM::Allocator1Sm> allocator;
-        if (group == kSupplyGroup && warp == 0) {
-            if (lane == 0) init_barriers(arguments, control);
-            __syncwarp();
-        }
+        if (group == kSupplyGroup && warp == 1 && lane == 0) init_barriers(arguments, control);
         // The other CTA runs, and its barriers exist: a pair's allocation writes into its shared memory.
         if constexpr (kIsPair) {
             cute::cluster_arrive();
@@ -118,10 +115,8 @@ struct Forward : ForwardShape<kType, kHeadDim, kHeadDimV, kTile, kRich> {
         if (group == kSupplyGroup && warp == 0) {
             allocator.allocate(kTensorMemoryColumns, &control.tmem);
             allocator.release_allocation_lock();
-            ptx::tcgen05_fence_before_thread_sync();
         }
         __syncthreads();
-        ptx::tcgen05_fence_after_thread_sync();
 
         if (group == kSupplyGroup) {
             cutlass::arch::warpgroup_reg_dealloc<kSupplyRegisters>();
@@ -134,7 +129,6 @@ struct Forward : ForwardShape<kType, kHeadDim, kHeadDimV, kTile, kRich> {
             } else {
                 Producer::load_values(arguments, smem, control, lane);
             }
-            __syncwarp();
         } else if (group == kCorrectionGroup) {
             cutlass::arch::warpgroup_reg_dealloc<kCorrectionRegisters>();
             ForwardCorrection<Shape>::run(arguments, control);
@@ -143,16 +137,12 @@ struct Forward : ForwardShape<kType, kHeadDim, kHeadDimV, kTile, kRich> {
             ForwardSoftmax<Shape>::run(arguments, control, group, threadIdx.x % 128);
         }
 
-        ptx::tcgen05_fence_before_thread_sync();
         __syncthreads();          // no one reads tensor memory any more
         if constexpr (kIsPair) {  // or signals the other CTA
             cute::cluster_arrive();
             cute::cluster_wait();
         }
-        if (ptx::tid_x() / 32 == kSupplyGroup * 4) {
-            ptx::tcgen05_fence_after_thread_sync();
-            allocator.free(0, kTensorMemoryColumns);
-        }
+        if (ptx::tid_x() / 32 == kSupplyGroup * 4) allocator.free(0, kTensorMemoryColumns);
     }
 
     static int64_t workspace(const void* forward_params, const LaunchContext* context) {

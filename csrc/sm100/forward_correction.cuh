@@ -17,7 +17,7 @@ namespace flash_ext::sm100 {
 template <class Shape>
 struct ForwardCorrection : Shape {
     using Shape::kRows, Shape::kTiles, Shape::kPlans, Shape::kDataType, Shape::kOutColumns, Shape::kOColumn;
-    using Shape::kSBuffers;
+    using Shape::kSBuffers, Shape::kCorrectionRegisters;
     using Shape::kTileRows;
     using typename Shape::Control, typename Shape::Transfer;
     static constexpr int kColumns = 32;  // at a time
@@ -53,7 +53,9 @@ struct ForwardCorrection : Shape {
         };
         // O of the tile may be overwritten.
 #pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile) arrive_ready(tile);
+        for (int tile = 0; tile < kTiles; ++tile) {
+            if (ptx::tid_x() % 32 == 0) Transfer::arrive(&control.o_ready[tile]);
+        }
 
         for (;; plans.advance()) {
             Barrier::wait(&control.plan_full[plans.index], plans.phase);
@@ -133,7 +135,9 @@ struct ForwardCorrection : Shape {
             uint32_t o[kColumns];
             if (has_blocks) {
                 load_columns<kColumns>(o, o_tmem + column);
-                wait_loads();
+                // The values are there when they are needed (PTX ISA 9.7.16.6.4.5). The last wait is for who overwrites
+                // O; the others keep ptxas from loading more than there are registers for.
+                if (kCorrectionRegisters < 4 * kColumns || column + kColumns >= kOutColumns) wait_loads();
             } else {  // undefined values would keep their registers through the whole loop
 #pragma unroll
                 for (int i = 0; i < kColumns; ++i) o[i] = 0;

@@ -1,5 +1,6 @@
 // The warp that issues the products of the sm100 forward: one elected lane does, the others keep it company so that the
-// compiler knows descriptors and branches to be the same in all lanes.
+// compiler knows descriptors and branches to be the same in all lanes. It is the same lane each time, and the election
+// itself (elect.sync) waits for all of them.
 #pragma once
 
 #include <stdint.h>
@@ -64,7 +65,6 @@ struct ForwardProducts : Shape {
         };
         const auto release = [&]<int kSize>(uint64_t* empty, Ring<kSize>& ring) {
             if (leads && cute::elect_one_sync()) commit(&empty[ring.index]);
-            __syncwarp();
             ring.advance();
         };
         // O += P V. With one query tile the parts of V go back one by one; with two, when both have used the whole.
@@ -95,7 +95,6 @@ struct ForwardProducts : Shape {
                     if (kTiles == 1) commit(&control.v_empty[v.index]);
                     if (end == kPvSteps) commit(&control.o_full[tile]);
                 }
-                __syncwarp();
                 if (kTiles == 1) v.advance();
             }
         };
@@ -131,7 +130,6 @@ struct ForwardProducts : Shape {
                         if (block == walk.begin) commit(&control.q_empty[tile]);
                     }
                 }
-                __syncwarp();
                 if (kTiles == 1) k.advance();
             }
         };
@@ -150,7 +148,7 @@ struct ForwardProducts : Shape {
         for (;; plans.advance()) {
             Barrier::wait(&control.plan_full[plans.index], plans.phase);
             const ForwardPlan& plan = control.plans[plans.index];
-            if (uniform(plan.output.rows) == 0) break;
+            const bool is_last = uniform(plan.output.rows) == 0;  // it has no blocks, and does not go back
             const int begin = uniform(plan.begin), end = uniform(plan.end);
 #pragma unroll
             for (int tile = 0; tile < kTiles; ++tile) {
@@ -158,9 +156,10 @@ struct ForwardProducts : Shape {
                 walks[tile].end = uniform(plan.blocks[tile].end);
             }
             __syncwarp();  // all lanes have read the plan
-            if (cute::elect_one_sync()) Barrier::arrive(&control.plan_empty[plans.index]);
+            if (!is_last && cute::elect_one_sync()) Barrier::arrive(&control.plan_empty[plans.index]);
             // The correction hands back plans in their order: what it waits for must not wait for the next plan.
             if (begin >= end) flush();
+            if (is_last) break;
 #pragma unroll 1
             for (int block = end - 1; block >= begin; --block) {
 #pragma unroll
@@ -181,7 +180,6 @@ struct ForwardProducts : Shape {
                 v_is_due = true;
             }
         }
-        flush();
 
         // Every commit has arrived before the CTA ends.
         for (int i = 0; i < kStages; ++i, k.advance()) Barrier::wait(&control.k_empty[k.index], k.phase ^ 1);

@@ -85,7 +85,6 @@ struct ForwardSoftmax : Shape {
                 const float rescale = update_maximum(s, state, scale_log2);
                 if (block != blocks.end - 1) {
                     control.rescale[buffer][thread] = rescale;
-                    ptx::tcgen05_fence_before_thread_sync();
                     arrive(&control.rescale_full[buffer]);
                 }
                 float scaled_max = state.maximum * scale_log2;

@@ -12,6 +12,7 @@
 #include <cute/arch/tmem_allocator_sm100.hpp>
 
 #include "params.h"
+#include "ptx/tcgen05.cuh"
 
 namespace flash_ext {
 namespace sm100 {
@@ -38,6 +39,7 @@ __global__ void __launch_bounds__(kProbeThreads) probe_kernel(float* data, int64
     cutlass::arch::fence_view_async_tmem_store();
     cute::SM100::TMEM::LOAD::SM100_TMEM_LOAD_32dp32b1x::copy(lanes_tmem, bits);
     cutlass::arch::fence_view_async_tmem_load();
+    ptx::tcgen05_fence_before_thread_sync();
     const float loaded = __uint_as_float(bits);
 
     const int64_t step = int64_t{gridDim.x} * kProbeThreads;

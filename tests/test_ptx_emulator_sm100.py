@@ -114,12 +114,13 @@ def test_product_of_fp8(kernels: UnitKernels, schedule: str, m: int) -> None:
     assert "no fence.proxy.async" in str(error_of(kernels, "tensor_fp8", 1, 128, *bits, out, m, 1))
 
 
-def test_a_in_tensor_memory(kernels: UnitKernels, schedule: str) -> None:
+@pytest.mark.parametrize("variant", [0, 5])
+def test_a_in_tensor_memory(kernels: UnitKernels, schedule: str, variant: int) -> None:
     """The TS form, accumulation, and a result that is read between two products."""
     rng = np.random.default_rng(3)
     (a_bits, a), (b_bits, b) = (bfloat16(rng.standard_normal((rows, 16))) for rows in (128, 16))
     out = np.full((2, 128, 16), np.nan, np.float32)
-    kernels.launch("tensor_a_in_memory", 1, 128, a_bits, b_bits, out, 0)
+    kernels.launch("tensor_a_in_memory", 1, 128, a_bits, b_bits, out, variant)
     np.testing.assert_allclose(out, np.stack([a @ b.T, 2 * (a @ b.T)]), atol=1e-5)
 
 
@@ -133,12 +134,30 @@ def test_counts_of_products(kernels: UnitKernels) -> None:
     assert [each.sizes for each in products] == [{(0, 128, 16): 1}] * 2
 
 
-@pytest.mark.parametrize("skip", [1, 2, 3])
+@pytest.mark.parametrize("skip", [1, 2, 3, 4])
 def test_tensor_memory_needs_each_step(kernels: UnitKernels, schedule: str, skip: int) -> None:
-    """wait::st before a product reads, wait::ld and a barrier before a product overwrites."""
+    """wait::st before a product reads, wait::ld and a barrier before a product overwrites, of all lanes."""
     a, b, out = np.zeros((128, 16), np.int16), np.zeros((16, 16), np.int16), np.zeros((2, 128, 16), np.float32)
     error = error_of(kernels, "tensor_a_in_memory", 1, 128, a, b, out, skip)
     assert re.search("hazard: race on tensor memory|deadlock", str(error))  # the phases may fall out of step first
+
+
+@pytest.mark.parametrize(
+    ("skip", "report"),
+    [
+        (6, "fence::before_thread_sync is missing behind"),
+        (7, "fence::before_thread_sync is missing behind"),
+        (8, "fence::after_thread_sync is missing before"),
+        (9, "fence::after_thread_sync is missing before"),
+        (10, "fence::after_thread_sync is missing before"),
+    ],
+)
+def test_tensor_memory_needs_each_fence(kernels: UnitKernels, schedule: str, skip: int, report: str) -> None:
+    """Stores, products and loads of different threads, on both sides of a barrier (PTX ISA 9.7.16.6.4.4)."""
+    a, b, out = np.zeros((128, 16), np.int16), np.zeros((16, 16), np.int16), np.zeros((2, 128, 16), np.float32)
+    assert report in str(error_of(kernels, "tensor_a_in_memory", 1, 128, a, b, out, skip))
+    with emulator_options(strict=0):  # the results do not depend on them here
+        kernels.launch("tensor_a_in_memory", 1, 128, a, b, out, skip)
 
 
 def test_shapes_of_loads(kernels: UnitKernels) -> None:

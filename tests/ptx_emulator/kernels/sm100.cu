@@ -27,6 +27,12 @@ __device__ inline void wait_loads() {
 __device__ inline void wait_stores() {
     asm volatile("tcgen05.wait::st.sync.aligned;" ::: "memory");
 }
+__device__ inline void fence_before() {
+    asm volatile("tcgen05.fence::before_thread_sync;" ::: "memory");
+}
+__device__ inline void fence_after() {
+    asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
+}
 __device__ inline void product_f16(uint32_t d, uint64_t a, uint64_t b, uint32_t shape, int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %4, 0;\ntcgen05.mma.cta_group::1.kind::f16 [%0], %1, %2, %3, p;\n}\n" ::"r"(
@@ -74,15 +80,17 @@ __device__ inline void store8(uint32_t address, const uint32_t (&v)[8]) {
                  "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]), "r"(v[4]), "r"(v[5]), "r"(v[6]), "r"(v[7])
                  : "memory");
 }
-// The warp's 32 lanes of `columns` columns to a row-major matrix, lane by lane.
+// The warp's 32 lanes of `columns` columns to a row-major matrix, lane by lane; after and before a barrier.
 __device__ inline void read_tensor(uint32_t address, int columns, float* out) {
     const int lane = threadIdx.x % 128;
+    fence_after();
     for (int column = 0; column < columns; column += 8) {
         uint32_t v[8];
         load8(address + (static_cast<uint32_t>(lane / 32 * 32) << 16) + column, v);
         wait_loads();
         for (int i = 0; i < 8; ++i) out[lane * columns + column + i] = __uint_as_float(v[i]);
     }
+    fence_before();
 }
 
 // D (128 x 64) = A (128 x 64) B^T (64 x 64), bf16. skip 1: the wait for the products, 2: the wait for the operands.
@@ -110,6 +118,7 @@ __device__ void tensor_product(const CUtensorMap* a_map, const CUtensorMap* b_ma
         }
         for (int i = 0; i < 128 / kWidth; ++i) tensor_load(b_smem + i * 64 * kWidth, b_map, i * kWidth / 2, 0, full);
         if (skip != 2) barrier_wait(full, 0);
+        fence_after();
         for (int k = 0; k < 4; ++k) {
             product_f16(d, tile_at(a_smem, kAMn, k, 128, kSwizzle), tile_at(b_smem, kBMn, k, 64, kSwizzle),
                         shape_of(128, 64, kAMn, kBMn, 1), k != 0);
@@ -176,8 +185,10 @@ __global__ void tensor_fp8(const uint8_t* a, const uint8_t* b, float* out, int m
         store8(d + (static_cast<uint32_t>(threadIdx.x / 32 * 32) << 16) + column, zeros);
     }
     wait_stores();
+    fence_before();
     __syncthreads();
     if (threadIdx.x == 0) {
+        fence_after();
         asm volatile(
             "{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\ntcgen05.mma.cta_group::1.kind::f8f6f4 [%0], %1, %2, %3, p;\n}\n" ::
                 "r"(d),
@@ -195,17 +206,20 @@ __global__ void tensor_fp8(const uint8_t* a, const uint8_t* b, float* out, int m
 
 // D (128 x 16) = A B^T with A (128 x 16 bf16, two per word) in tensor memory; then the same added again after the first
 // result was read. skip 1: wait::st before the product, 2: wait::ld (and the barrier) before the second product,
-// 3: the barrier alone.
+// 3: the barrier alone. 5: an mbarrier instead of it, at which one lane of each warp arrives for all; 4: the same
+// without bar.warp.sync, so that the lane does not know of the other lanes' loads. 6, 7: fence::before_thread_sync of
+// the stores, of the loads; 8, 9, 10: fence::after_thread_sync before the first product, the loads, the second product.
 __global__ void tensor_a_in_memory(const uint32_t* a, const __nv_bfloat16* b, float* out, int skip) {
     __shared__ __align__(128) __nv_bfloat16 b_smem[16 * 16];
-    __shared__ uint64_t barrier_storage;
+    __shared__ uint64_t barrier_storage, loaded_storage;
     __shared__ uint32_t address_storage;
-    const uint32_t done = shared_address(&barrier_storage);
+    const uint32_t done = shared_address(&barrier_storage), loaded = shared_address(&loaded_storage);
     const int t = threadIdx.x;
     for (int i = t; i < 16 * 16; i += 128) b_smem[i % 16 / 8 * 128 + i / 16 * 8 + i % 8] = b[i];
     if (t < 32) tensor_alloc(shared_address(&address_storage), 32);
     if (t == 0) {
         barrier_init(done, 1);
+        barrier_init(loaded, 4);
         barrier_fence();
     }
     proxy_fence();
@@ -215,7 +229,9 @@ __global__ void tensor_a_in_memory(const uint32_t* a, const __nv_bfloat16* b, fl
     for (int i = 0; i < 8; ++i) words[i] = a[t * 8 + i];
     store8(a_tensor + quarter, words);
     if (skip != 1) wait_stores();
+    if (skip != 6) fence_before();
     __syncthreads();
+    if (skip != 8) fence_after();
     const uint64_t b_descriptor = descriptor100(shared_address(b_smem), 256, 128, 0);
     const uint32_t shape = shape_of(128, 16, false, false, 1);
     if (t == 0) {
@@ -225,12 +241,19 @@ __global__ void tensor_a_in_memory(const uint32_t* a, const __nv_bfloat16* b, fl
     __syncwarp();
     barrier_wait(done, 0);
     if (skip == 1) wait_stores();
+    if (skip != 9) fence_after();
     uint32_t low[8], high[8];
     load8(d + quarter, low);
     load8(d + quarter + 8, high);
+    const bool one_arrives = skip == 4 || skip == 5;
     if (skip != 2) wait_loads();
-    if (skip != 3) __syncthreads();
+    if (skip != 7) fence_before();
+    if (!one_arrives && skip != 3) __syncthreads();
+    if (skip == 5) __syncwarp();
+    if (one_arrives && t % 32 == 0) barrier_arrive(loaded);
     if (t == 0) {
+        if (one_arrives) barrier_wait(loaded, 0);
+        if (skip != 10) fence_after();
         product_f16_tensor_a(d, a_tensor, b_descriptor, shape, 1);
         commit(done);
     }
@@ -276,6 +299,7 @@ __global__ void tensor_shapes(uint32_t* out) {
                  : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
                  : "r"(base + 8));
     put(2);
+    fence_before();
     __syncthreads();
     if (threadIdx.x < 32) tensor_dealloc(address_storage, 32);
 }
@@ -309,6 +333,7 @@ __global__ void __cluster_dims__(2, 1, 1)
     }
     const uint32_t d = address_storage;
     if (rank == 0 && t == 0) {
+        fence_after();
         asm volatile(
             "{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\ntcgen05.mma.cta_group::2.kind::f16 [%0], %1, %2, %3, p;\n}\n" ::
                 "r"(d),

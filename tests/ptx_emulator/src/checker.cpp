@@ -40,13 +40,26 @@ bool Checker::alone(const Warp& warp) {
 
 Knowledge Checker::handed_over(const Warp& warp) const {
     Knowledge knowledge = warp.clock.knowledge;
-    if (alone(warp)) knowledge.generic.set(warp.clock.component, warp.clock.lanes_synchronised);
+    if (alone(warp)) {
+        knowledge.generic.set(warp.clock.component, warp.clock.lanes_synchronised);
+        for (const WarpClock::LaneStream& stream : warp.clock.lane_streams) {
+            knowledge.generic.set(stream.component, stream.waited);
+            knowledge.tensor.set(stream.component, stream.waited);
+            knowledge.tensor_released.set(stream.component, stream.fenced);
+        }
+    }
     return knowledge;
 }
 
 // All lanes know of what each of them has done so far.
 void Checker::synchronise_lanes(Warp& warp) {
-    if (!alone(warp)) warp.clock.lanes_synchronised = warp.clock.knowledge.generic.get(warp.clock.component);
+    if (alone(warp)) return;
+    const Knowledge& known = warp.clock.knowledge;
+    warp.clock.lanes_synchronised = known.generic.get(warp.clock.component);
+    for (WarpClock::LaneStream& stream : warp.clock.lane_streams) {
+        stream.waited = known.generic.get(stream.component);
+        stream.fenced = known.tensor_released.get(stream.component);
+    }
 }
 
 void Checker::warp_sync(Warp& warp) {
@@ -92,6 +105,25 @@ void Checker::complete(Warp& warp, Component stream, uint32_t epoch) {
     if (enabled_) warp.clock.knowledge.generic.raise_to(stream, epoch);
 }
 
+void Checker::tensor_complete(Warp& warp, Component stream, uint32_t epoch) {
+    if (!enabled_) return;
+    complete(warp, stream, epoch);
+    warp.clock.knowledge.tensor.raise_to(stream, epoch);
+}
+
+void Checker::tensor_fence_before(Warp& warp) {
+    if (!enabled_) return;
+    Knowledge& knowledge = warp.clock.knowledge;
+    knowledge.tensor_released.join(alone(warp) ? handed_over(warp).tensor : knowledge.tensor);
+}
+
+void Checker::tensor_fence_after(Warp& warp) {
+    if (!enabled_) return;
+    Knowledge& knowledge = warp.clock.knowledge;
+    knowledge.tensor.join(knowledge.tensor_released);
+    knowledge.operands.join(knowledge.generic);
+}
+
 SyncClock Checker::fenced(const Warp& warp) const {
     SyncClock sync;
     if (!enabled_ || !warp.clock.has_fence_release) return sync;
@@ -108,6 +140,14 @@ SyncClock Checker::past(const AsyncAgent& agent) const {
     sync.cluster = agent.issuer->cta.cluster.index;
     sync.knowledge = agent.knowledge;
     sync.knowledge.generic.raise_to(agent.component, agent.epoch);
+    return sync;
+}
+
+SyncClock Checker::products_done(const AsyncAgent& agent) const {
+    SyncClock sync = past(agent);
+    if (!enabled_) return sync;
+    sync.knowledge.tensor_released.join(agent.knowledge.tensor);
+    sync.knowledge.tensor_released.raise_to(agent.component, agent.epoch);
     return sync;
 }
 
@@ -174,6 +214,27 @@ void Checker::check_arrival(const Warp& by, const Knowledge& knowledge, uint32_t
                        machine_.program.where(pc).c_str()));
 }
 
+void Checker::check_end(const Cta& cta) {
+    if (!enabled_ || !machine_.options.strict) return;
+    VectorClock known;
+    for (const auto& warp : cta.warps) known.join(warp->clock.knowledge.generic);
+    for (const auto& [offset, barrier] : cta.memory_barriers.all()) {
+        const bool waited = known.get(barrier.stream) >= barrier.phase;
+        const char* what = nullptr;
+        if (barrier.is_committed_to && !waited) what = "tcgen05.commit";
+        if (barrier.is_remote && !((waited || known.covers(barrier.latest.knowledge.generic)) &&
+                                   known.covers(barrier.arriving.knowledge.generic))) {
+            what = "another CTA";
+        }
+        if (!what) continue;
+        report_once(
+            offset, offset,
+            format("hazard: CTA rank %u of cluster %u may end before an arrival of %s at its mbarrier at shared "
+                   "offset 0x%x: nothing waits for it",
+                   cta.rank, cta.cluster.index, what, offset));
+    }
+}
+
 // -------------------------------------------------------------------------------------------------------- accesses
 
 // Whether `earlier` happens before the actor's access; *missing says what would have ordered them.
@@ -185,7 +246,8 @@ bool Checker::ordered(const Actor& actor, const AccessRecord& earlier, const cha
         return it != knowledge.foreign.end() && it->second.get(earlier.component) >= earlier.epoch;
     }
     const WarpClock& clock = actor.warp->clock;
-    if (earlier.component == clock.component || earlier.component == clock.singles) {
+    const bool own = earlier.component == clock.component || earlier.component == clock.singles;
+    if (own) {
         // The same warp: program order for a lane, a warp-level synchronisation between lanes. ldmatrix reads for all
         // lanes, so that no lane may write there afterwards without one (compute-sanitizer's racecheck says the same).
         const bool same_lane = earlier.lane == actor.record.lane && earlier.lane != kManyLanes;
@@ -200,6 +262,18 @@ bool Checker::ordered(const Actor& actor, const AccessRecord& earlier, const cha
         const bool own_copy = earlier.component == clock.copies && earlier.lane == actor.record.lane;
         if (!(own_copy && earlier.epoch <= clock.copies_waited)) {
             *missing = "nothing orders them: a barrier, or the wait for an asynchronous operation, is missing";
+            return false;
+        }
+    }
+    if (machine_.options.strict && !own) {
+        if (actor.on_tensor_memory && knowledge.tensor.get(earlier.component) < earlier.epoch &&
+            knowledge.tensor_released.get(earlier.component) < earlier.epoch) {
+            *missing = "a tcgen05.fence::before_thread_sync is missing behind the earlier one";
+            return false;
+        }
+        if ((actor.on_tensor_memory && knowledge.tensor.get(earlier.component) < earlier.epoch) ||
+            (actor.reads_operand && knowledge.operands.get(earlier.component) < earlier.epoch)) {
+            *missing = "a tcgen05.fence::after_thread_sync is missing before the later one";
             return false;
         }
     }
@@ -393,8 +467,9 @@ static AccessRecord record_of(const AsyncAgent& agent, uint32_t lane, AccessKind
 void Checker::shared_access(const AsyncAgent& agent, uint32_t lane, Cta& owner, uint32_t offset, uint32_t bytes,
                             AccessKind kind) {
     if (!enabled_) return;
-    shared_access({&agent.knowledge, record_of(agent, lane, kind), agent.issuer, agent.async_proxy, agent.alone}, owner,
-                  offset, bytes);
+    shared_access({&agent.knowledge, record_of(agent, lane, kind), agent.issuer, agent.async_proxy, agent.alone, false,
+                   agent.product},
+                  owner, offset, bytes);
 }
 
 void Checker::global_access(const AsyncAgent& agent, uint32_t lane, uint64_t address, uint32_t bytes, AccessKind kind) {
@@ -406,7 +481,7 @@ void Checker::global_access(const AsyncAgent& agent, uint32_t lane, uint64_t add
 void Checker::tensor_access(const AsyncAgent& agent, Cta& owner, uint32_t column, uint32_t first_lane, uint32_t lanes,
                             AccessKind kind, bool every_second) {
     if (!enabled_) return;
-    Actor actor{&agent.knowledge, record_of(agent, kWarpSize, kind), agent.issuer, false, agent.alone};
+    Actor actor{&agent.knowledge, record_of(agent, kWarpSize, kind), agent.issuer, false, agent.alone, true};
     const uint32_t slices = (1u << lanes / kTensorSlice) - 1;
     const uint32_t mask = slices << first_lane / kTensorSlice & (every_second ? 0x55u : 0xffu);
     access(owner.tensor_memory.shadow()[column], actor, static_cast<uint16_t>(mask), "tensor memory", column, &owner);

@@ -36,8 +36,15 @@ struct WarpClock {
     uint32_t lanes_synchronised = 0;  // epoch of `component` that all lanes know of each other
     Component copies = 0;             // the stream of its cp.async groups
     uint32_t copies_waited = 0;       // groups its lanes have waited for, each lane for its own copies
-    Knowledge knowledge;              // knowledge.generic.get(component) is the current epoch
-    Knowledge fence_release;          // at the latest fence: what later relaxed stores and atomics release
+    // Streams that each lane waits for alone (tcgen05.wait): how much of them all lanes have waited for, and fenced
+    // (tcgen05.fence::before_thread_sync), as they know of each other.
+    struct LaneStream {
+        Component component;
+        uint32_t waited, fenced;
+    };
+    std::vector<LaneStream> lane_streams;
+    Knowledge knowledge;      // knowledge.generic.get(component) is the current epoch
+    Knowledge fence_release;  // at the latest fence: what later relaxed stores and atomics release
     bool has_fence_release = false;
     SyncClock pending_acquire;  // of relaxed loads: acquired by the next fence
 };
@@ -49,8 +56,9 @@ struct AsyncAgent {
     Component component = 0;  // the stream that its completion raises
     uint32_t epoch = 0;       // the value of that stream once this operation is known to be complete
     bool async_proxy = true;
-    bool alone = false;   // issued by one lane of several
-    Knowledge knowledge;  // of the issuer at issue
+    bool alone = false;    // issued by one lane of several
+    bool product = false;  // tcgen05.mma
+    Knowledge knowledge;   // of the issuer at issue
 };
 
 // The global memory that a finished grid has touched.
@@ -79,6 +87,8 @@ class Checker {
         const Warp* warp;
         bool through_async_proxy;
         bool issued_alone;  // by one lane: an asynchronous operation that knows less than its warp does
+        bool on_tensor_memory = false;
+        bool reads_operand = false;  // of tcgen05.mma, in shared memory
     };
     Actor actor(const Warp& warp, uint32_t lane, AccessKind kind) const;
     void renew(Actor& actor) const;  // after a release or an acquire of its warp
@@ -101,8 +111,13 @@ class Checker {
     void acquire(Warp& warp, const SyncClock& sync);
     void join(SyncClock& into, const SyncClock& from);
     void complete(Warp& warp, Component stream, uint32_t epoch);  // the warp has waited for a stream up to epoch
-    SyncClock fenced(const Warp& warp) const;       // what relaxed operations release: the latest fence's past
-    SyncClock past(const AsyncAgent& agent) const;  // what the completion of an operation makes known
+    // The same for its loads and stores of tensor memory, which later ones of its own then follow without a fence.
+    void tensor_complete(Warp& warp, Component stream, uint32_t epoch);
+    void tensor_fence_before(Warp& warp);
+    void tensor_fence_after(Warp& warp);
+    SyncClock fenced(const Warp& warp) const;                // what relaxed operations release: the latest fence's past
+    SyncClock past(const AsyncAgent& agent) const;           // what the completion of an operation makes known
+    SyncClock products_done(const AsyncAgent& agent) const;  // the same of tcgen05.commit, which is a fence, too
     SyncClock copies_done(Warp& warp, uint32_t epoch) const;  // the warp's past and its cp.async copies up to epoch
     void warp_sync(Warp& warp);                       // bar.warp.sync: orders the lanes of the warp among each other
     void copies_waited(Warp& warp, uint32_t groups);  // cp.async.wait_group: each lane knows of its own copies
@@ -114,6 +129,8 @@ class Checker {
     // An arrival at an mbarrier must know that the phase before has ended: else another schedule counts it there.
     void check_arrival(const Warp& by, const Knowledge& knowledge, uint32_t pc, const MemoryBarrier& barrier,
                        uint32_t offset);
+    // A CTA has ended: what arrives at its mbarriers from outside must have arrived.
+    void check_end(const Cta& cta);
 
     // ---- registers that an asynchronous operation still reads or writes (wgmma operands, tcgen05.ld results)
     enum class InFlight : uint8_t { kNone, kReadByOperation, kWrittenByOperation };

@@ -55,6 +55,7 @@ void Cta::warp_ended(Warp& warp) {
                    id.y, id.z, warp.index));
         warp.tensor_memory.stores.run_through(warp.tensor_memory.stores.issued());
     }
+    if (live_threads() == 0) machine.checker.check_end(*this);
     if (live_threads() == 0 && tensor_memory.allocated) {
         raise(Fault::kIllegalInstruction, "CTA (%u,%u,%u) ends with tensor memory allocated", id.x, id.y, id.z);
     }

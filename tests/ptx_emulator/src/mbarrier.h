@@ -22,6 +22,8 @@ struct MemoryBarrier {
     uint64_t phase = 0;     // phases completed
     bool visible_to_async_proxy = false;  // a fence has followed the initialisation
     const Warp* initialiser = nullptr;
+    bool is_committed_to = false;  // by tcgen05.commit
+    bool is_remote = false;        // threads of another CTA arrive
     // ---- checker
     SyncClock arriving;    // of the current phase
     SyncClock latest;      // of the latest completed phase
@@ -48,6 +50,7 @@ class MemoryBarriers {
     // fence.mbarrier_init, fence.proxy.async: the async proxy sees what `by` initialised.
     void publish(const Warp& by);
     std::string describe(uint32_t offset) const;
+    const std::unordered_map<uint32_t, MemoryBarrier>& all() const { return barriers_; }
 
     // What mbarrier.arrive returns, and the picture in shared memory.
     static uint64_t token(const MemoryBarrier& barrier);

@@ -80,6 +80,7 @@ Step arrive(Warp& warp, const Instruction& i, LaneMask mask) {
         checker.shared_access(warp, lane, *to.owner, to.offset, 8, AccessKind::kAtomic);
         const uint32_t operand = i.a == kNoRegister ? 1 : warp.lanes<uint32_t>(i.a)[lane];
         const uint64_t before = MemoryBarriers::token(barriers.at(*to.owner, to.offset));
+        if (to.owner != &warp.cta) barriers.at(*to.owner, to.offset).is_remote = true;
         if (i.x) barriers.expect_bytes(*to.owner, to.offset, operand);
         const uint32_t count = i.x ? 1 : operand;
         if (i.z) barriers.drop(*to.owner, to.offset, count);

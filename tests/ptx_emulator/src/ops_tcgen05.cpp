@@ -1,9 +1,10 @@
 // tcgen05: allocation of tensor memory, its loads and stores, fences (PTX ISA 9.7.16.7, 9.7.16.8, 9.7.16.11).
 //
 // A load's registers have their values at once (true dependencies hold by the ISA); that the tensor memory may still be
-// read until tcgen05.wait::ld is the checker's knowledge. A store takes effect until tcgen05.wait::st. The fences order
-// nothing that barriers and mbarriers do not order already here: the emulator takes it that ordinary synchronisation
-// orders tcgen05 operations whose completion was waited for.
+// read until tcgen05.wait::ld is the checker's knowledge. A store takes effect until tcgen05.wait::st. The fences are
+// the checker's knowledge alone, too (PTX ISA 9.7.16.6.3): what barriers order is the operations of tensor memory
+// before a fence::before_thread_sync and those behind a fence::after_thread_sync. tcgen05.commit is a fence of the
+// first kind.
 #include <cstring>
 
 #include "address_operand.h"
@@ -51,6 +52,9 @@ void TensorMemoryAccess::make_streams(Warp& warp) {
     load_stream = checker.new_component(warp.cta.cluster, "tcgen05.ld of " + name);
     store_stream = checker.new_component(warp.cta.cluster, "tcgen05.st of " + name);
     product_stream = checker.new_component(warp.cta.cluster, "tcgen05.mma of " + name);
+    // tcgen05.wait blocks a thread until its own are done, whatever the other lanes wait for.
+    if (!warp.machine.options.strict) return;
+    for (const Component stream : {load_stream, store_stream}) warp.clock.lane_streams.push_back({stream, 0, 0});
 }
 
 uint32_t decode_cta_group(DecodeContext& c) {
@@ -190,7 +194,9 @@ Step deallocate(Warp& warp, const Instruction& i, LaneMask mask) {
     warp.tensor_memory.make_streams(warp);
     Checker& checker = warp.machine.checker;
     // Whatever uses the columns must have completed: as a write by this warp would demand.
-    const AsyncAgent agent = checker.agent(warp, warp.clock.component, 0, false);
+    AsyncAgent agent = checker.agent(warp, warp.clock.component, 0, false);
+    // It is not asynchronous: what it comes after needs no fence behind the barrier.
+    agent.knowledge.tensor.join(agent.knowledge.tensor_released);
     for (uint32_t column = first; column < first + columns; ++column) {
         checker.tensor_access(agent, warp.cta, column, 0, kTensorLanes, AccessKind::kWrite, false);
     }
@@ -382,9 +388,9 @@ Step wait(Warp& warp, const Instruction& i, LaneMask) {
     if (i.x) {
         access.stores.run_through(access.stores.issued());
         access.stores_outstanding = false;
-        if (access.has_streams) checker.complete(warp, access.store_stream, access.store_epoch++);
+        if (access.has_streams) checker.tensor_complete(warp, access.store_stream, access.store_epoch++);
     } else if (access.has_streams) {
-        checker.complete(warp, access.load_stream, access.load_epoch++);
+        checker.tensor_complete(warp, access.load_stream, access.load_epoch++);
     }
     return Step::kNext;
 }
@@ -396,12 +402,21 @@ void decode_wait(DecodeContext& c) {
     c.out.handler = wait;
 }
 
-Step fence(Warp&, const Instruction&, LaneMask) {
+// x: before_thread_sync
+Step fence(Warp& warp, const Instruction& i, LaneMask) {
+    Checker& checker = warp.machine.checker;
+    if (i.x) {
+        checker.tensor_fence_before(warp);
+    } else {
+        checker.tensor_fence_after(warp);
+    }
     return Step::kNext;
 }
 
 void decode_fence(DecodeContext& c) {
     c.allow(1, "fence::before_thread_sync fence::after_thread_sync");
+    c.set_role(kRoleSynchronization);
+    c.out.x = c.has("fence::before_thread_sync");
     c.out.handler = fence;
 }
 

@@ -153,8 +153,12 @@ void check_and_record(Warp& warp, Cta* const (&ctas)[2], const Product& p) {
     TensorMemoryAccess& access = warp.tensor_memory;
     access.make_streams(warp);
     AsyncAgent agent = checker.agent(warp, access.product_stream, access.product_epoch, true);
+    agent.product = true;
     // Products of a warp follow each other: what the pipe was given earlier is ordered without a wait.
-    if (checker.enabled()) agent.knowledge.generic.raise_to(access.product_stream, access.product_epoch);
+    if (checker.enabled()) {
+        agent.knowledge.generic.raise_to(access.product_stream, access.product_epoch);
+        agent.knowledge.tensor.raise_to(access.product_stream, access.product_epoch);
+    }
     const uint32_t d_column = p.d & 0xffff;
     if ((p.d >> 16) % kTensorLanes) raise(Fault::kIllegalAddress, "the accumulator does not begin at lane 0");
     for (uint32_t c = 0; c < p.data->group; ++c) {
@@ -298,9 +302,10 @@ Step commit(Warp& warp, const Instruction& i, LaneMask mask) {
         }
         for (Cta* owner : signalled) {
             checker.shared_access(warp, lane, *owner, at.offset, 8, AccessKind::kAtomic);
-            owner->memory_barriers.at(*owner, at.offset);
+            owner->memory_barriers.at(*owner, at.offset).is_committed_to = true;
         }
-        const SyncClock past = checker.past(checker.agent(warp, access.product_stream, access.product_epoch, true));
+        const SyncClock past =
+            checker.products_done(checker.agent(warp, access.product_stream, access.product_epoch, true));
         Cta* first = data.group == 2 ? cta.cluster.ctas[cta.rank & ~1u].get() : &cta;
         warp.machine.async.submit(
             first->tensor_pipe.queue,

@@ -52,6 +52,7 @@ Options Options::from_environment() {
     options.seed = static_cast<uint64_t>(number("FLASH_EXT_EMULATOR_SEED", 0));
     options.check = number("FLASH_EXT_EMULATOR_CHECK", 1) != 0;
     options.deterministic = number("FLASH_EXT_EMULATOR_DETERMINISTIC", 0) != 0;
+    options.strict = number("FLASH_EXT_EMULATOR_STRICT", 1) != 0;
     options.remove = number("FLASH_EXT_EMULATOR_REMOVE", -1);
     if (const char* text = variable("FLASH_EXT_EMULATOR_REMOVE_KERNEL")) options.remove_kernel = text;
     options.stall_limit = static_cast<uint64_t>(number("FLASH_EXT_EMULATOR_STALL_LIMIT", 20'000'000));

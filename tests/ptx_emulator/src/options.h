@@ -24,6 +24,7 @@ struct Options {
     uint64_t seed = 0;                  // FLASH_EXT_EMULATOR_SEED
     bool check = true;                  // FLASH_EXT_EMULATOR_CHECK: the happens-before checker
     bool deterministic = false;         // FLASH_EXT_EMULATOR_DETERMINISTIC: sums of floats must have a fixed order
+    bool strict = true;                 // FLASH_EXT_EMULATOR_STRICT: the checker demands what kernels often leave out
     int64_t remove = -1;                // FLASH_EXT_EMULATOR_REMOVE: index of the synchronisation instruction to drop
     std::string remove_kernel;          // FLASH_EXT_EMULATOR_REMOVE_KERNEL: its kernel; empty: any
     uint64_t stall_limit = 20'000'000;  // FLASH_EXT_EMULATOR_STALL_LIMIT: warp instructions without progress

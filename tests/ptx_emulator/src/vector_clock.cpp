@@ -6,6 +6,7 @@ void Knowledge::join(const Knowledge& other, bool same_cluster, uint32_t other_c
     if (same_cluster) {
         generic.join(other.generic);
         published.join(other.published);
+        tensor_released.join(other.tensor_released);
     } else {
         foreign[other_cluster].join(other.generic);
     }

@@ -151,7 +151,8 @@ class EmulatedLibrary:
 def _calls(kernel: dict[str, Any]) -> list[dict[str, Any]]:
     """Small calls that reach a kernel and together take each of its loops: full, causal, windowed, with more than two
     blocks of keys and of queries; tiles of which some warps see no key; more tiles for a persistent CTA than its rings
-    have places; sequences that end inside of a block; and what only the variant of the kernel can do."""
+    have places; maxima that grow by enough for O to be rescaled where that is done seldom; sequences that end inside of
+    a block; and what only the variant of the kernel can do."""
     rows, keys = kernel["block_m"] + 5, 3 * kernel["block_n"] + 9
     calls: list[dict[str, Any]] = [
         {"rows": rows, "keys": keys},
@@ -161,17 +162,21 @@ def _calls(kernel: dict[str, Any]) -> list[dict[str, Any]]:
     if kernel["direction"] == "backward":
         calls += [{"rows": 3 * rows, "keys": keys, "deterministic": True, "causal": causal} for causal in (False, True)]
         calls.append({"rows": rows, "keys": keys, "sinks": True})
+        # The queries of one sequence end with a block, its keys do not: what is done for the one covers the other else.
+        calls.append({"rows": 2 * kernel["block_m"], "keys": keys, "sequences": 3})
     else:
+        calls.append({"rows": rows, "keys": keys, "peaked": 16.0})
         many = {"heads": 12, "rows": kernel["block_m"]}
         calls += [
             {**many, "keys": kernel["block_m"] - kernel["block_m"] // 2 + 6, "causal": True},
+            {**many, "keys": kernel["block_m"] // 2 - 6, "causal": True},
             {**many, "keys": 2 * kernel["block_n"], "window_size": (0, 0)},
             {**many, "keys": kernel["block_m"] + kernel["block_n"] + 12, "window_size": (40, 50)},
             {**many, "rows": 2 * kernel["block_m"], "keys": 2 * kernel["block_m"] - 70, "causal": True},
             {**many, "rows": 2 * kernel["block_m"], "keys": 2 * kernel["block_n"] - 6, "causal": True},
-            {"rows": rows, "keys": keys, "sequences": 3},
             _tiles_without_keys(kernel),
         ]
+        calls.append({"rows": rows, "keys": keys, "sequences": 3})
     if "softcap" in kernel["features"]:
         for call in calls:
             call["softcap"] = 20.0
@@ -196,7 +201,7 @@ def _prepare(kernel: dict[str, Any], call: dict[str, Any]) -> Callable[[], list[
 
     options = dict(call)
     rows, keys, has_sinks = options.pop("rows"), options.pop("keys"), options.pop("sinks", False)
-    heads, sequences = options.pop("heads", 2), options.pop("sequences", 0)
+    heads, sequences, peaked = options.pop("heads", 2), options.pop("sequences", 0), options.pop("peaked", 1.0)
     generator = torch.Generator().manual_seed(rows * 1000 + keys)
     dtype = getattr(torch, _DTYPES[kernel["dtype"]])
     tile = (kernel["block_m"], kernel["block_n"])
@@ -204,14 +209,16 @@ def _prepare(kernel: dict[str, Any], call: dict[str, Any]) -> Callable[[], list[
     def random(length: int, heads: int, head_dim: int) -> Tensor:
         return torch.randn(1, length, heads, head_dim, generator=generator).to(dtype)
 
-    q = random(rows, heads, kernel["head_dim"])
+    q = peaked * random(rows, heads, kernel["head_dim"])
     k, v = random(keys, 1, kernel["head_dim"]), random(keys, 1, kernel["head_dim_v"])
+    # Of lengths 0, 1/2 and the rest; behind the last there are more rows.
+    starts = [
+        torch.tensor([0, 0, length // 2, length - 3][: sequences + 1], dtype=torch.int32) for length in (rows, keys)
+    ]
+    if sequences:
+        q, k, v = q[0], k[0], v[0]
 
     if kernel["direction"] == "forward":
-        # Of lengths 0, 1/2 and the rest; behind the last there are more rows.
-        starts = [
-            torch.tensor([0, 0, length // 2, length - 3][: sequences + 1], dtype=torch.int32) for length in (rows, keys)
-        ]
 
         def run_forward() -> list[Tensor]:
             with forced_tile(*tile):
@@ -219,7 +226,7 @@ def _prepare(kernel: dict[str, Any], call: dict[str, Any]) -> Callable[[], list[
                     return list(flash_ext.flash_attn_func(q, k, v, return_lse=True, **options))
                 return list(
                     flash_ext.flash_attn_varlen_func(
-                        q[0], k[0], v[0], starts[0], starts[1], rows, keys, return_lse=True, **options
+                        q, k, v, starts[0], starts[1], rows, keys, return_lse=True, **options
                     )
                 )
 
@@ -228,8 +235,10 @@ def _prepare(kernel: dict[str, Any], call: dict[str, Any]) -> Callable[[], list[
     options["window_left"], options["window_right"] = options.pop("window_size", (-1, -1))
     if has_sinks:
         options["sinks"] = torch.tensor([0.5, -0.5])
+    if sequences:
+        options["cu_seqlens_q"], options["cu_seqlens_k"] = starts
     out, lse = torch.ops.flash_ext.fwd(q, k, v, **options)
-    dout = random(rows, heads, kernel["head_dim_v"])
+    dout = random(rows, heads, kernel["head_dim_v"])[0 if sequences else slice(None)]
     fixed_order = str(int(options.get("deterministic", False)))
 
     def run_backward() -> list[Tensor]:

@@ -195,7 +195,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 1 if unusable else 0
     print("Machine")
     version, *others = machine_lines(description)
-    print_pairs([version, ("Commit", _C.build_info()["commit"]), *others])
+    print_pairs([version, ("Commit", str(_C.build_info()["commit"])), *others])
     print("\nPaths")
     print_pairs(path_lines(unusable))
     if set_variables:

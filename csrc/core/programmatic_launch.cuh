@@ -6,8 +6,9 @@
 
 namespace flash_ext {
 
-// programmatic: the kernel may start beside the end of the one before it in the stream, and executes
-// griddepcontrol.wait before it touches global memory.
+// programmatic: the kernel may start beside the end of the one before it in the stream, which is of the same call, and
+// in every CTA executes griddepcontrol.wait before it touches global memory: so the kernel behind it waits for all
+// before.
 inline cudaError_t launch_kernel(const void* kernel, dim3 grid, int threads, int64_t shared_memory, cudaStream_t stream,
                                  void** kernel_arguments, bool programmatic) {
     cudaLaunchAttribute attribute;

@@ -17,7 +17,7 @@ namespace flash_ext::sm100 {
 template <class Shape>
 struct ForwardCorrection : Shape {
     using Shape::kRows, Shape::kTiles, Shape::kPlans, Shape::kDataType, Shape::kOutColumns, Shape::kOColumn;
-    using Shape::kSBuffers, Shape::kCorrectionRegisters;
+    using Shape::kSBuffers;
     using Shape::kTileRows;
     using typename Shape::Control, typename Shape::Transfer;
     static constexpr int kColumns = 32;  // at a time
@@ -136,8 +136,9 @@ struct ForwardCorrection : Shape {
             if (has_blocks) {
                 load_columns<kColumns>(o, o_tmem + column);
                 // The values are there when they are needed (PTX ISA 9.7.16.6.4.5). The last wait is for who overwrites
-                // O; the others keep ptxas from loading more than there are registers for.
-                if (kCorrectionRegisters < 4 * kColumns || column + kColumns >= kOutColumns) wait_loads();
+                // O; the others keep ptxas from loading more than there are registers for (140 bytes of spills at d
+                // 256).
+                wait_loads();
             } else {  // undefined values would keep their registers through the whole loop
 #pragma unroll
                 for (int i = 0; i < kColumns; ++i) o[i] = 0;

@@ -30,7 +30,6 @@
 
 #include "common/backward_helpers.h"
 #include "core/launch.cuh"
-#include "core/numeric.cuh"
 #include "core/programmatic_launch.cuh"
 #include "params.h"
 #include "ptx/griddepcontrol.cuh"
@@ -72,7 +71,8 @@ struct Backward : BackwardDesign<kType, kHeadDim, kHeadDimV, kTile, kRich> {
             cute::prefetch_tma_descriptor(&arguments.dout.map);
             Design::init_barriers(control);
             cutlass::arch::fence_barrier_init();
-            // Global memory from here on, the ticket first, was prepared by the kernel before this one.
+            // What the kernel before this one prepared is touched only from here on, the ticket first, and by the other
+            // threads behind the barrier below.
             if constexpr (Design::kProgrammatic) ptx::griddepcontrol_wait();
             control.work = find_work<kBlockM, kBlockN>(arguments);
         }
@@ -95,6 +95,8 @@ struct Backward : BackwardDesign<kType, kHeadDim, kHeadDimV, kTile, kRich> {
         cudaError_t error = launch_backward_preprocess(params, arguments.scratch, kScratch, stream);
         if (error != cudaSuccess) return error;
 
+        // Without queries no kernel of this call comes before.
+        const bool programmatic = Design::kProgrammatic && attention.seqlen_q > 0;
         const auto [heads, tiles] = key_tiles(attention, kBlockN);
         if (heads * tiles > 0) {
             error = encode_backward_maps(arguments, kBlockM, kBlockN, Design::kPromotion);
@@ -109,10 +111,10 @@ struct Backward : BackwardDesign<kType, kHeadDim, kHeadDimV, kTile, kRich> {
             if (error != cudaSuccess) return error;
             void* kernel_arguments[] = {&arguments};
             error = launch_kernel(kernel, linear_grid(heads * tiles), kThreads, kSharedMemory, stream, kernel_arguments,
-                                  Design::kProgrammatic);
+                                  programmatic);
             if (error != cudaSuccess) return error;
         }
-        return launch_backward_postprocess(params, arguments.scratch, kScratch, stream, Design::kProgrammatic);
+        return launch_backward_postprocess(params, arguments.scratch, kScratch, stream, programmatic);
     }
 };
 

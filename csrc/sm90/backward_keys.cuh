@@ -24,8 +24,8 @@
 // kDsStored orders the reuse of dS's buffers as well: a warpgroup comes to it at step m only after its dQ[m-1] is done,
 // and writes at step m + 1 the buffer of m - 1 only after all have come to it at step m.
 //
-// Shared memory: K, V, kStages x (Q, dO), 2 x dS, dQ (fp32), kStages x (lse, delta), barriers; tiles
-// in panels of 64 columns (wgmma.cuh).
+// Shared memory: K, V, kStages x (Q, dO), 2 x dS (rows are queries), dQ (fp32), kStages x (lse, delta), barriers; tiles
+// in panels of 64 columns (panel.cuh).
 #pragma once
 
 #include <stdint.h>
@@ -36,7 +36,6 @@
 #include <cute/arch/mma_sm90_gmma.hpp>
 
 #include "ptx/cp_async_bulk.cuh"
-#include "ptx/memory.cuh"
 #include "sm90/backward_producer.cuh"
 #include "sm90/backward_scores.cuh"
 #include "sm90/backward_shape.cuh"
@@ -74,7 +73,7 @@ struct BackwardKeys : BackwardScores<Shape> {
     }
 
   private:
-    static constexpr uint32_t kDsStored = 1;  // counted from CUTLASS's own
+    static constexpr uint32_t kDsStored = 1;  // counted behind those that CUTLASS reserves
 
     // One warpgroup.
     __device__ __forceinline__ static void consume(const BackwardArguments& arguments, unsigned char* smem,

@@ -30,7 +30,7 @@
 // | dq_empty[i]   | reducer                      | queries             | the bulk reduction has read them            |
 //
 // Shared memory: K, V, kStages x Q, kDoutStages x dO, 2 x dS^T (rows are keys), P (fp32), kDqBuffers x 64 columns of dQ
-// (fp32), kStages x (lse, delta), barriers; tiles in panels of 64 columns (wgmma.cuh).
+// (fp32), kStages x (lse, delta), barriers; tiles in panels of 64 columns (panel.cuh).
 #pragma once
 
 #include <stdint.h>

@@ -92,8 +92,9 @@ struct BackwardShape : BackwardTiles<kType, kHeadDim_, kHeadDimV_, kTile, kRich>
     static constexpr int kDqPartBytes = kRows * kDqColumns * 4;  // of one warpgroup
     static constexpr int kTurns = kWarpgroups;                   // a key tile's additions to a query tile
     static constexpr bool kSpreads = false;
-    static constexpr bool kProgrammatic = true;               // starts under the end of the preprocessing
-    static constexpr int kTermsAhead = kBlockM > 64 ? 4 : 8;  // pairs of lse or delta: as many as registers allow
+    static constexpr bool kProgrammatic = true;  // starts under the end of the preprocessing
+    static constexpr int kTermsAhead =
+        kBlockM > 64 ? 4 : 8;  // pairs of lse or delta; with 128 queries 8 are 1 % slower
     static constexpr auto kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
 
     static constexpr int kDqOffset = Tiles::kDsEnd;
@@ -141,10 +142,11 @@ struct BackwardRolesShape : BackwardTiles<kType, kHeadDim_, kHeadDimV_, kTile, k
     static constexpr int kDqChunks = kHeadDim / kDqBufferColumns;  // of a block
     static constexpr int kReducers = 2;                            // take turns, a block each
     static_assert(kHeadDim % kDqSlice == 0 && kDqSlice % kDqBufferColumns == 0 && kDqBuffers > 1);
-    static constexpr int kTurns = 1;              // a key tile's additions to a query tile
-    static constexpr int kTermsAhead = 0;         // registers allow none
-    static constexpr bool kProgrammatic = false;  // slower by 1 to 2 %
-    static constexpr bool kSpreads = true;        // key tiles start their walks at different query blocks
+    static_assert(kDqBuffers <= kReducers * kDqChunks);  // else a barrier could be a phase ahead of its reducer
+    static constexpr int kTurns = 1;                     // a key tile's additions to a query tile
+    static constexpr int kTermsAhead = 0;                // registers allow none
+    static constexpr bool kProgrammatic = false;         // d 256 is 1 to 2 % slower with it
+    static constexpr bool kSpreads = true;               // key tiles start their walks at different query blocks
     static constexpr auto kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
 
     static constexpr int kPOffset = Tiles::kDsEnd;

@@ -94,7 +94,7 @@ __device__ __forceinline__ int next_block(int block, int begin, int end) {
     return block == begin ? end - 1 : block - 1;
 }
 
-// The walk of a consumer warpgroup: all in uniform registers, for a step that waits for shared memory costs up to 8 %.
+// The walk of a consumer warpgroup: all in uniform registers, for a step that waits for shared memory costs several %.
 struct QueryWalk {
     int head;
     int block;

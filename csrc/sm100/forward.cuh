@@ -137,12 +137,14 @@ struct Forward : ForwardShape<kType, kHeadDim, kHeadDimV, kTile, kRich> {
             ForwardSoftmax<Shape>::run(arguments, control, group, threadIdx.x % 128);
         }
 
-        __syncthreads();          // no one reads tensor memory any more
-        if constexpr (kIsPair) {  // or signals the other CTA
+        // No one reads tensor memory any more. The products' warp has been there already, before its last waits.
+        const bool is_products = ptx::tid_x() / 32 == kSupplyGroup * 4;
+        if (!is_products) __syncthreads();
+        if constexpr (kIsPair) {  // no one signals the other CTA any more
             cute::cluster_arrive();
             cute::cluster_wait();
         }
-        if (ptx::tid_x() / 32 == kSupplyGroup * 4) allocator.free(0, kTensorMemoryColumns);
+        if (is_products) allocator.free(0, kTensorMemoryColumns);
     }
 
     static int64_t workspace(const void* forward_params, const LaunchContext* context) {

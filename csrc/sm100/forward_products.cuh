@@ -181,7 +181,9 @@ struct ForwardProducts : Shape {
             }
         }
 
-        // Every commit has arrived before the CTA ends.
+        // Every commit has arrived before the CTA ends. The second CTA of a pair has not waited for any: only behind
+        // those who have, its loaders among them, no barrier is more than the phase behind that is waited for here.
+        __syncthreads();
         for (int i = 0; i < kStages; ++i, k.advance()) Barrier::wait(&control.k_empty[k.index], k.phase ^ 1);
         for (int i = 0; i < kVStages; ++i, v.advance()) Barrier::wait(&control.v_empty[v.index], v.phase ^ 1);
 #pragma unroll

@@ -47,7 +47,8 @@ class Arithmetic:
     dtype : torch.dtype
         Of scores, softmax and the accumulators of products.
     operand : torch.dtype
-        What P and dS are rounded to before they meet a matrix product.
+        What P and dS are rounded to before they meet a matrix product. Dropout scales P behind the rounding, as kernels
+        do: scaled before it, P would lie elsewhere between two powers of two and lose up to twice or half as much.
     """
 
     dtype: torch.dtype
@@ -166,10 +167,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, arithmetic: Arith
         total = exponentials.sum(dim=-1, keepdim=True)
         if options.sinks is not None:
             total = total + torch.exp(sinks - top)
-        probabilities = exponentials / total.masked_fill(total == 0, 1.0)
+        weights = arithmetic.rounded(exponentials / total.masked_fill(total == 0, 1.0))
         if block.keep is not None:
-            probabilities = probabilities * block.keep
-        rows = block.weighted(arithmetic.rounded(probabilities), block.v)
+            weights = weights * block.keep
+        rows = block.weighted(weights, block.v)
         rows = rows.masked_fill(total == 0, 0.0)
         options.queries.rows(out, block.sequence, block.first, block.stop).copy_(rows.transpose(0, 1))
         options.queries.rows(lse_rows, block.sequence, block.first, block.stop).copy_(
@@ -225,9 +226,9 @@ def backward(
         dlse_rows = torch.zeros_like(delta) if dlse is None else per_row(dlse, block).masked_fill(empty, 0.0)
 
         dprobabilities = block.by_query_head(block.by_key_head(dout_rows) @ block.v.transpose(1, 2))
-        kept = probabilities
+        weights = arithmetic.rounded(probabilities)
         if block.keep is not None:
-            kept = probabilities * block.keep
+            weights = weights * block.keep
             dprobabilities = dprobabilities * block.keep
         dscores = probabilities * (dprobabilities - (delta - dlse_rows))
         if block.cap_gradient is not None:
@@ -238,7 +239,7 @@ def backward(
         options.queries.rows(dq, block.sequence, block.first, block.stop).copy_(dq_rows.transpose(0, 1))
         dk_rows = block.weighted_over_rows(dscores, block.q) * options.scale
         options.keys.rows(dk, block.sequence).add_(dk_rows.transpose(0, 1))
-        dv_rows = block.weighted_over_rows(arithmetic.rounded(kept), block.by_key_head(dout_rows))
+        dv_rows = block.weighted_over_rows(weights, block.by_key_head(dout_rows))
         options.keys.rows(dv, block.sequence).add_(dv_rows.transpose(0, 1))
         if options.sinks is not None:
             sink_share = torch.exp(options.sinks.to(dtype)[:, None, None] - lse_rows)

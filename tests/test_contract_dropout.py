@@ -220,6 +220,18 @@ def test_autograd_uses_the_forward_mask(path: Path, rng: torch.Generator) -> Non
     torch.testing.assert_close(dv[0, :, :, 0].float(), out[0, :, :, :32].float().sum(0).T, rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize(
+    "case",
+    [Case(lengths_q=(1,), lengths_k=(63,), heads=(4, 1), dtype=torch.float16, dropout_p=0.4375, magnitude=0.1)],
+    ids=str,
+)
+def test_weights_just_above_a_power_of_two(path: Path, rng: torch.Generator, case: Case, direction: str) -> None:
+    """P about 1/63 rounds coarsely; times 1 / keep probability, just below 2^-5, it would not: P is rounded first."""
+    for _ in range(4):
+        check(path, rng, case, direction)
+
+
 @pytest.mark.needs("dropout")
 def test_dropout_without_state_is_refused(path: Path, rng: torch.Generator) -> None:
     """The operators have no hidden generator."""

@@ -45,6 +45,14 @@ def test_uneven_sequences(path: Path, rng: torch.Generator, case: Case, directio
 
 
 @for_cases(
+    Case(lengths_q=(192,), lengths_k=(keys,), heads=(2, 1), head_dims=(d, d)) for keys in (640, 601) for d in (64, 128)
+)
+def test_last_tile_half_full(path: Path, rng: torch.Generator, case: Case, direction: str) -> None:
+    """A warpgroup without rows skips every key block of its tile, in step with its neighbours."""
+    check(path, rng, case, direction)
+
+
+@for_cases(
     Case(lengths_q=q, lengths_k=k, heads=(2, 1), causal=causal, sinks=sinks, dlse=dlse)
     for q, k in (((), ()), ((0, 0), (5, 5)), ((5, 5), (0, 0)), ((0,), (0,)))
     for causal, sinks, dlse in ((False, None, True), (True, torch.float32, True), (False, torch.bfloat16, False))
@@ -144,6 +152,41 @@ def test_bad_cu_seqlens_touch_nothing_outside(
         inputs.keywords[f"cu_seqlens_{of}"] = torch.tensor(BAD_LENGTHS[name], dtype=torch.int32, device=path.device)
     results = run(inputs, direction)
     assert results.out.shape == inputs.q.shape
+    guarded_outputs.check_surroundings()
+
+
+@pytest.mark.sanitizer
+@pytest.mark.usefixtures("overlapping_rows")
+@pytest.mark.parametrize("side", ["q", "k", "both"])
+@pytest.mark.parametrize(
+    "lengths", [[0, 300, 40, 400], [400, 300, 0, 0], [0, 400, 0, 400], [10, 5, 390, -7], [0, 400, 400, 390]]
+)
+@pytest.mark.parametrize(
+    "head_dim",
+    [
+        pytest.param(d, marks=pytest.mark.needs("backward", "varlen", "deterministic", head_dims=(d, d)))
+        for d in (64, 256)
+    ],
+)
+def test_deterministic_backward_ends_with_bad_cu_seqlens(
+    path: Path,
+    rng: torch.Generator,
+    guarded_outputs: GuardedAllocations,
+    lengths: list[int],
+    side: str,
+    head_dim: int,
+) -> None:
+    """Key tiles add to dq in turns; those that such lengths hide have none, and nobody may wait for them."""
+    case = Case(
+        lengths_q=(200, 160, 40), lengths_k=(180, 120, 100), heads=(2, 1), head_dims=(head_dim, head_dim), varlen=True
+    )
+    inputs = make_inputs(case, path.device, rng)
+    inputs.keywords["deterministic"] = True  # not of the case: the order of additions is not kept here
+    for of in ("q", "k") if side == "both" else (side,):
+        inputs.keywords[f"cu_seqlens_{of}"] = torch.tensor(lengths, dtype=torch.int32, device=path.device)
+    results = run(inputs, "backward")
+    assert results.dq is not None
+    assert results.dq.shape == inputs.q.shape
     guarded_outputs.check_surroundings()
 
 

@@ -313,6 +313,27 @@ __global__ void __launch_bounds__(kThreads) backward_sinks_kernel(const __grid_c
     }
 }
 
+constexpr int kTurnsPerThread = 8;
+
+// Clears ticket and turns. Where cu_seqlens_k does not ascend, a slot among those of a sequence's key tiles may be
+// found to be another sequence's: that key tile has no CTA and never ends its turn. Then every turn has come from the
+// start, for the rows are wrong anyway, and nobody may wait for ever.
+__global__ void __launch_bounds__(kThreads)
+    backward_first_turns_kernel(const __grid_constant__ HelperArguments arguments) {
+    constexpr int32_t kEveryTurn = 1 << 30;
+    const ForwardParams& attention = arguments.params.attention;
+    const int32_t total = attention.seqlen_k;
+    int is_descending = 0;
+    for (int i = threadIdx.x; i < attention.batch; i += kThreads) {
+        is_descending |= clamp(attention.cu_seqlens_k[i], 0, total) > clamp(attention.cu_seqlens_k[i + 1], 0, total);
+    }
+    const int32_t first = __syncthreads_or(is_descending) ? kEveryTurn : 0;
+    const int64_t tiles = arguments.sequence_heads * arguments.slots;
+    int64_t tile = static_cast<int64_t>(blockIdx.x) * kTurnsPerThread * kThreads + threadIdx.x;
+    if (tile == 0) *arguments.scratch.ticket = 0;
+    for (int i = 0; i < kTurnsPerThread && tile < tiles; ++i, tile += kThreads) arguments.scratch.turns[tile] = first;
+}
+
 HelperArguments helper_arguments(const BackwardParams& params, const BackwardScratch& scratch,
                                  const ScratchShape& shape) {
     return {params, scratch, sequence_heads(params.attention), backward_query_slots(params.attention, shape.block_m),
@@ -345,7 +366,7 @@ ScratchLayout scratch_layout(const BackwardParams& params, const ScratchShape& s
                            : dq_scratch_elements(rows, attention.head_dim) * 4);
     layout.row_terms = take((tiled ? tiles * shape.block_m : rows) * 8);
     layout.dsinks = take(attention.sinks != nullptr ? tiles * 4 : 0);
-    // turns right behind the ticket: one clear serves both.
+    // turns right behind the ticket: one memset serves both.
     layout.ticket = take(attention.deterministic ? 256 + tiles * 4 : 0);
     layout.turns = layout.ticket + 256;
     return layout;
@@ -382,7 +403,12 @@ cudaError_t launch_backward_preprocess(const BackwardParams& params, const Backw
     const int64_t tiles = arguments.sequence_heads * arguments.slots;
     if (tiles == 0) return cudaSuccess;
     if (scratch.turns != nullptr) {
-        const cudaError_t error = cudaMemsetAsync(scratch.ticket, 0, 256 + static_cast<size_t>(tiles) * 4, stream);
+        constexpr int64_t kTurns = kTurnsPerThread * kThreads;
+        const cudaError_t error =
+            params.attention.cu_seqlens_k != nullptr
+                ? launch(reinterpret_cast<const void*>(&backward_first_turns_kernel),
+                         dim3(static_cast<unsigned>((tiles + kTurns - 1) / kTurns)), arguments, stream)
+                : cudaMemsetAsync(scratch.ticket, 0, 256 + static_cast<size_t>(tiles) * 4, stream);
         if (error != cudaSuccess) return error;
     }
     return launch(reinterpret_cast<const void*>(&backward_preprocess_kernel), linear_grid(tiles), arguments, stream);

@@ -32,7 +32,8 @@ struct BackwardScratch {
                         // tile, (+inf, 0) behind the sequence's end
     float* dsinks;      // (heads_q, batch * query slots) dense or (heads_q, query slots): sums of a query tile
     int32_t* turns;     // (batch, heads_q, query slots) or (heads_q, query slots): how many key blocks have added to a
-                        // query tile's dq; nullptr: not deterministic
+                        // query tile's dq, or beyond all of them where cu_seqlens_k does not ascend; nullptr: not
+                        // deterministic
     unsigned long long* ticket;  // the next CTA's place in the order; nullptr: not deterministic
 };
 

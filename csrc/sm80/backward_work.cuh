@@ -51,7 +51,7 @@ __device__ __forceinline__ void wait_for_turn(const BackwardArguments& arguments
     if (threadIdx.x % 32 == 0) {
         const BackwardTurn turn = find_turn<kBlockM, kBlockN>(arguments, work, head, block);
         if (threadIdx.x == 0) work.turn = turn.counter;
-        while (ptx::ld_acquire_gpu(turn.counter) != turn.mine) {
+        while (ptx::ld_acquire_gpu(turn.counter) < turn.mine) {
         }
     }
     __syncwarp();  // what lane 0 has seen is there for all

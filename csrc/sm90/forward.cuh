@@ -41,7 +41,7 @@
 // Registers of a consumer thread: S (64 x kBlockN) becomes P, packed in pairs, the A operand of P V; O (64 x d_v) stays
 // to the end and leaves straight to global memory, 16 bytes a lane, while the first S of the next tile is computed
 // (kCrossTile).
-// Shared memory: kQBuffers of Q, kStages of K, kStages of V, in panels of 64 columns (wgmma.cuh), plans and barriers.
+// Shared memory: kQBuffers of Q, kStages of K, kStages of V, in panels of 64 columns (panel.cuh), plans and barriers.
 #pragma once
 
 #include <cuda_runtime_api.h>

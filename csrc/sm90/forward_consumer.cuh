@@ -81,7 +81,12 @@ struct ForwardConsumer : Shape {
         // block i and V of block i - 1 are. So these can go back at once, and V of block i after the next turn, of
         // whatever tile. Nor does a later wait for the stage take an earlier phase for its own: a warpgroup that needs
         // block i has seen its K before its turn of block i, and its V before that of block i + 1 is passed on.
+        // The turns say nothing of the other CTA of a pair. There the warpgroup that skips is the second of two (only
+        // rows past the end make one skip, and its turn of a block comes after the first's), so before its turn of
+        // block i the first has seen K of block i and V of block i - 1 land: parts of either come from both CTAs, each
+        // of which had its stage back from all warps of the pair.
         static_assert(kStages >= 2 || kWarpgroups == 1);
+        static_assert(kCluster == 1 || kWarpgroups == 2);
         bool owes_v = false;  // of the last block skipped
         const auto settle_v = [&] {
             if (!owes_v) return;

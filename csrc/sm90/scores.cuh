@@ -55,7 +55,7 @@ __device__ __forceinline__ void mask_scores(float (&s_frag)[kCount], const Mask&
 
 // A warp's raw scores once more, without wgmma, which would need the whole warpgroup, and without the block of K in
 // shared memory, which may have been overwritten: K comes from global memory. Q: 16 rows in swizzled panels
-// (wgmma.cuh). Only the rows (of half 0, half 1) asked for are replaced. Not meant to be fast.
+// (panel.cuh). Only the rows (of half 0, half 1) asked for are replaced. Not meant to be fast.
 template <DataType kType, int kQkSteps, int kBlockN>
 __device__ __forceinline__ void multiply_again(float (&s_frag)[kBlockN / 2], const bool (&rows)[2], uint32_t q_smem,
                                                uint32_t q_panel_bytes, const char* k, int64_t k_row_bytes, int columns,

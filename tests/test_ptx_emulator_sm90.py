@@ -199,6 +199,19 @@ def test_bulk_stores_need_each_step(kernels: UnitKernels, schedule: str, skip: i
     assert report in str(error_of(kernels, "box_and_back", 1, 256, *maps, plain, 0, 0, 0, skip))
 
 
+# who 3, all lanes wait for the groups of one: of groups only.
+@pytest.mark.parametrize(("what", "who"), [(what, who) for what in range(4) for who in range(4 if what < 2 else 3)])
+def test_what_one_lane_waits_for_orders_that_lane(kernels: UnitKernels, schedule: str, what: int, who: int) -> None:
+    """Bulk groups, their reads, an mbarrier, and its own writes: others follow behind bar.warp.sync or a barrier."""
+    values = aligned_array(np.arange(32, dtype=np.int32))
+    out, result = aligned_array(np.zeros(32, np.int32)), np.zeros(32, np.int32)
+    kernels.launch("one_lane_waits", 1, 64, values, out, result, what, who, 0)
+    np.testing.assert_array_equal(result, values)
+    error = str(error_of(kernels, "one_lane_waits", 1, 64, values, out, result, what, who, 1))
+    assert "hazard: race on " + ("global" if what == 1 else "shared") in error
+    assert "nothing orders" in error or "without bar.warp.sync between them" in error
+
+
 def test_tensor_map_rules(kernels: UnitKernels) -> None:
     """What cuTensorMapEncodeTiled refuses: alignment, pitch, width of the box, width of the swizzle."""
     tensor = aligned_array(np.zeros((8, 64), np.float32))

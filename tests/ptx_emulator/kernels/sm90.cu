@@ -279,6 +279,57 @@ __global__ void box_and_back(const CUtensorMap* from, const CUtensorMap* to, flo
     }
 }
 
+// What one lane of warp 0 has waited for, or has done, and others follow: `who` 0: the other lanes of the warp, behind
+// bar.warp.sync; 1: warp 1, behind a barrier of both; 2: warp 1, behind an mbarrier at which lane 0 has arrived alone;
+// 3: like 0, and all lanes wait for the groups, of which only lane 0 has any. `what` 0: it waits until a bulk copy has
+// read shared memory, which they then write; 1: until one has written global memory, which they read; 2: for the
+// mbarrier of a bulk copy into shared memory, which they read; 3: it writes shared memory, which they read, and arrives
+// at an mbarrier that they do not wait for. skip 1: what they are behind.
+__global__ void one_lane_waits(const int* in, int* out, int* result, int what, int who, int skip) {
+    __shared__ __align__(128) int staging[32];
+    __shared__ uint64_t barrier_storage[3];
+    const uint32_t full = shared_address(&barrier_storage[0]), handed = shared_address(&barrier_storage[1]);
+    const uint32_t staging_smem = shared_address(staging);
+    const int t = threadIdx.x, lane = t % 32;
+    if (t == 0) {
+        for (int i = 0; i < 3; ++i) barrier_init(shared_address(&barrier_storage[i]), 1);
+        barrier_fence();
+    }
+    if (t < 32) staging[lane] = in[lane];
+    proxy_fence();
+    __syncthreads();
+    if (t < 32) {
+        if (what <= 1) {
+            if (t == 0) {
+                asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], 128;" ::"l"(out),
+                             "r"(staging_smem)
+                             : "memory");
+                bulk_commit();
+            }
+            if (t == 0 || who == 3) {
+                if (what == 0) bulk_wait_read();
+                if (what == 1) bulk_wait();
+            }
+        } else if (t == 0 && what == 2) {
+            barrier_expect(full, 128);
+            bulk_load(staging_smem, in, 128, full);
+            barrier_wait(full, 0);
+        } else if (t == 0) {
+            for (int i = 0; i < 32; ++i) staging[i] = in[i];
+            barrier_arrive(shared_address(&barrier_storage[2]));
+        }
+        if (t == 0 && who == 2) barrier_arrive(handed);
+        if ((who == 0 || who == 3) && !skip) __syncwarp();
+    }
+    if (who == 1 && !skip) __syncthreads();
+    if (who == 2 && !skip && t >= 32) barrier_wait(handed, 0);
+    if ((who == 1 || who == 2) == (t >= 32)) {
+        if (what == 0) staging[lane] = 0;
+        result[lane] = what == 0 ? in[lane] : what == 1 ? out[lane] : staging[lane];
+    }
+    if (t == 0) bulk_wait();
+}
+
 // The copy engine by cp.async, its completion on an mbarrier. skip 1: nobody waits.
 __global__ void copies_on_barrier(const int* in, int* out, int skip) {
     __shared__ __align__(16) int values[128];

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "errors.h"
+#include "lanes.h"
 #include "machine.h"
 
 namespace ptx_emulator {
@@ -21,16 +22,13 @@ void Checker::start_warp(Warp& warp) {
     warp.clock.component = new_component(warp.cta.cluster, name);
     warp.clock.singles = new_component(warp.cta.cluster, "single lanes of " + name);
     warp.clock.copies = new_component(warp.cta.cluster, "cp.async of " + name);
-    warp.clock.knowledge.generic.raise_to(warp.clock.component, 1);
-    warp.clock.knowledge.generic.raise_to(warp.clock.singles, 1);
 }
 
 // ---------------------------------------------------------------------------------------------------------- order
 
 void Checker::advance(Warp& warp) {
-    VectorClock& clock = warp.clock.knowledge.generic;
-    clock.set(warp.clock.singles, clock.get(warp.clock.singles) + 1);
-    if (!alone(warp)) clock.set(warp.clock.component, clock.get(warp.clock.component) + 1);
+    ++warp.clock.single_epoch;
+    if (!alone(warp)) ++warp.clock.epoch;
 }
 
 bool Checker::alone(const Warp& warp) {
@@ -38,10 +36,45 @@ bool Checker::alone(const Warp& warp) {
     return (lanes & (lanes - 1)) == 0 && warp.live() != lanes;
 }
 
-Knowledge Checker::handed_over(const Warp& warp) const {
-    Knowledge knowledge = warp.clock.knowledge;
+static Knowledge* own_knowledge(const WarpClock& clock, uint32_t lane) {
+    for (const WarpClock::LaneKnowledge& own : clock.lane_knowledge) {
+        if (own.lane == lane) return own.knowledge.get();
+    }
+    return nullptr;
+}
+
+const Knowledge& Checker::known(const Warp& warp, uint32_t lane) {
+    const Knowledge* own = own_knowledge(warp.clock, lane);
+    return own ? *own : warp.clock.knowledge;
+}
+
+static bool is_one(LaneMask lanes) {
+    return lanes && (lanes & (lanes - 1)) == 0;
+}
+
+const Knowledge& Checker::known(const Warp& warp) {
+    const LaneMask lanes = warp.executing();
+    return is_one(lanes) ? known(warp, first_lane(lanes)) : warp.clock.knowledge;
+}
+
+// Several lanes stand for the warp, even if not all are there: the emulator may have run the others apart from them.
+template <class F>
+void Checker::learn(Warp& warp, LaneMask lanes, const F& change) {
+    WarpClock& clock = warp.clock;
+    if (is_one(lanes)) {
+        const uint32_t lane = first_lane(lanes);
+        if (!own_knowledge(clock, lane) && warp.live() != lanes) {
+            clock.lane_knowledge.push_back({lane, std::make_unique<Knowledge>(clock.knowledge)});
+        }
+        if (Knowledge* own = own_knowledge(clock, lane)) return change(*own);
+    }
+    change(clock.knowledge);
+    for (const WarpClock::LaneKnowledge& own : clock.lane_knowledge) change(*own.knowledge);
+}
+
+Knowledge Checker::known_at_issue(const Warp& warp) const {
+    Knowledge knowledge = known(warp);
     if (alone(warp)) {
-        knowledge.generic.set(warp.clock.component, warp.clock.lanes_synchronised);
         for (const WarpClock::LaneStream& stream : warp.clock.lane_streams) {
             knowledge.generic.set(stream.component, stream.waited);
             knowledge.tensor.set(stream.component, stream.waited);
@@ -51,45 +84,87 @@ Knowledge Checker::handed_over(const Warp& warp) const {
     return knowledge;
 }
 
-// All lanes know of what each of them has done so far.
-void Checker::synchronise_lanes(Warp& warp) {
-    if (alone(warp)) return;
-    const Knowledge& known = warp.clock.knowledge;
-    warp.clock.lanes_synchronised = known.generic.get(warp.clock.component);
-    for (WarpClock::LaneStream& stream : warp.clock.lane_streams) {
-        stream.waited = known.generic.get(stream.component);
-        stream.fenced = known.tensor_released.get(stream.component);
+// A single lane's clock: without what the others have done since the lanes met. What single lanes have done, all of
+// them hand over.
+static void raise_own(VectorClock& generic, const WarpClock& clock, bool alone) {
+    if (!alone) generic.raise_to(clock.component, clock.epoch);
+    generic.raise_to(clock.singles, clock.single_epoch);
+    generic.raise_to(clock.copies, clock.copies_waited);
+}
+
+Knowledge Checker::handed_over(const Warp& warp) const {
+    Knowledge knowledge = known_at_issue(warp);
+    raise_own(knowledge.generic, warp.clock, alone(warp));
+    return knowledge;
+}
+
+// All of these lanes know of what each of them knows.
+void Checker::synchronise_lanes(Warp& warp, LaneMask lanes) {
+    WarpClock& clock = warp.clock;
+    auto& own = clock.lane_knowledge;
+    const uint32_t cluster = warp.cta.cluster.index;
+    for (size_t i = 0; i < own.size();) {
+        if (!(lanes >> own[i].lane & 1)) {
+            ++i;
+            continue;
+        }
+        const std::unique_ptr<Knowledge> from = std::move(own[i].knowledge);
+        own.erase(own.begin() + static_cast<std::ptrdiff_t>(i));
+        learn(warp, lanes, [&](Knowledge& knowledge) {
+            knowledge.join(*from, true, cluster, cluster);
+            knowledge.tensor.join(from->tensor);
+            knowledge.operands.join(from->operands);
+        });
+    }
+    for (WarpClock::LaneStream& stream : clock.lane_streams) {
+        stream.waited = clock.knowledge.generic.get(stream.component);
+        stream.fenced = clock.knowledge.tensor_released.get(stream.component);
     }
 }
 
 void Checker::warp_sync(Warp& warp) {
-    if (!enabled_) return;
-    warp.clock.knowledge.generic.raise_to(warp.clock.copies, warp.clock.copies_waited);
-    synchronise_lanes(warp);
+    if (!enabled_ || alone(warp)) return;
+    synchronise_lanes(warp, warp.executing());
+    learn(warp, warp.executing(), [&](Knowledge& knowledge) { raise_own(knowledge.generic, warp.clock, false); });
     advance(warp);
 }
 
 void Checker::release(Warp& warp, SyncClock& sync) {
     if (!enabled_) return;
     const uint32_t cluster = warp.cta.cluster.index;
-    warp.clock.knowledge.generic.raise_to(warp.clock.copies, warp.clock.copies_waited);
     if (!sync.used) {
         sync.used = true;
         sync.cluster = cluster;
     }
+    const bool same = sync.cluster == cluster;
     if (alone(warp)) {
-        sync.knowledge.join(handed_over(warp), sync.cluster == cluster, cluster, sync.cluster);
+        sync.knowledge.join(known_at_issue(warp), same, cluster, sync.cluster);
     } else {
-        sync.knowledge.join(warp.clock.knowledge, sync.cluster == cluster, cluster, sync.cluster);
+        sync.knowledge.join(warp.clock.knowledge, same, cluster, sync.cluster);
+        for (const WarpClock::LaneKnowledge& own : warp.clock.lane_knowledge) {
+            if (warp.executing() >> own.lane & 1) sync.knowledge.join(*own.knowledge, same, cluster, sync.cluster);
+        }
     }
-    synchronise_lanes(warp);
+    raise_own(same ? sync.knowledge.generic : sync.knowledge.foreign[cluster], warp.clock, alone(warp));
     advance(warp);
 }
 
 void Checker::acquire(Warp& warp, const SyncClock& sync) {
+    acquire(warp, warp.executing(), sync);
+}
+
+void Checker::acquire(Warp& warp, LaneMask lanes, const SyncClock& sync) {
     if (!enabled_ || !sync.used) return;
     const uint32_t cluster = warp.cta.cluster.index;
-    warp.clock.knowledge.join(sync.knowledge, sync.cluster == cluster, sync.cluster, cluster);
+    learn(warp, lanes, [&](Knowledge& knowledge) {
+        knowledge.join(sync.knowledge, sync.cluster == cluster, sync.cluster, cluster);
+    });
+}
+
+void Checker::leave_barrier(Warp& warp, const SyncClock& sync) {
+    if (!enabled_) return;
+    synchronise_lanes(warp, kAllLanes);
+    acquire(warp, kAllLanes, sync);
 }
 
 void Checker::join(SyncClock& into, const SyncClock& from) {
@@ -101,27 +176,35 @@ void Checker::join(SyncClock& into, const SyncClock& from) {
     into.knowledge.join(from.knowledge, into.cluster == from.cluster, from.cluster, into.cluster);
 }
 
-void Checker::complete(Warp& warp, Component stream, uint32_t epoch) {
-    if (enabled_) warp.clock.knowledge.generic.raise_to(stream, epoch);
+void Checker::complete(Warp& warp, LaneMask lanes, Component stream, uint32_t epoch) {
+    if (!enabled_) return;
+    learn(warp, lanes, [&](Knowledge& knowledge) { knowledge.generic.raise_to(stream, epoch); });
 }
 
 void Checker::tensor_complete(Warp& warp, Component stream, uint32_t epoch) {
     if (!enabled_) return;
-    complete(warp, stream, epoch);
-    warp.clock.knowledge.tensor.raise_to(stream, epoch);
+    learn(warp, warp.executing(), [&](Knowledge& knowledge) {
+        knowledge.generic.raise_to(stream, epoch);
+        knowledge.tensor.raise_to(stream, epoch);
+    });
 }
 
 void Checker::tensor_fence_before(Warp& warp) {
     if (!enabled_) return;
-    Knowledge& knowledge = warp.clock.knowledge;
-    knowledge.tensor_released.join(alone(warp) ? handed_over(warp).tensor : knowledge.tensor);
+    if (alone(warp)) {
+        const VectorClock before = known_at_issue(warp).tensor;
+        learn(warp, warp.executing(), [&](Knowledge& knowledge) { knowledge.tensor_released.join(before); });
+    } else {
+        learn(warp, warp.executing(), [](Knowledge& knowledge) { knowledge.tensor_released.join(knowledge.tensor); });
+    }
 }
 
 void Checker::tensor_fence_after(Warp& warp) {
     if (!enabled_) return;
-    Knowledge& knowledge = warp.clock.knowledge;
-    knowledge.tensor.join(knowledge.tensor_released);
-    knowledge.operands.join(knowledge.generic);
+    learn(warp, warp.executing(), [](Knowledge& knowledge) {
+        knowledge.tensor.join(knowledge.tensor_released);
+        knowledge.operands.join(knowledge.generic);
+    });
 }
 
 SyncClock Checker::fenced(const Warp& warp) const {
@@ -140,6 +223,9 @@ SyncClock Checker::past(const AsyncAgent& agent) const {
     sync.cluster = agent.issuer->cta.cluster.index;
     sync.knowledge = agent.knowledge;
     sync.knowledge.generic.raise_to(agent.component, agent.epoch);
+    const WarpClock& issuer = agent.issuer->clock;
+    sync.knowledge.generic.raise_to(issuer.component, agent.issuer_epoch);
+    sync.knowledge.generic.raise_to(issuer.singles, agent.issuer_singles);
     return sync;
 }
 
@@ -161,9 +247,10 @@ void Checker::copies_waited(Warp& warp, uint32_t groups) {
 
 void Checker::proxy_fence(Warp& warp) {
     if (!enabled_) return;
-    Knowledge& knowledge = warp.clock.knowledge;
-    knowledge.published.join(handed_over(warp).generic);
-    knowledge.published.raise_to(warp.clock.copies, warp.clock.copies_waited);
+    learn(warp, warp.executing(), [&](Knowledge& knowledge) {
+        knowledge.published.join(knowledge.generic);
+        raise_own(knowledge.published, warp.clock, alone(warp));
+    });
     // Writes after the fence are not covered by it.
     advance(warp);
 }
@@ -195,12 +282,17 @@ void Checker::ordered_access(Warp& warp, uint64_t location, MemoryOrder order, b
     if (releases) {
         release(warp, sync);
     } else if (warp.clock.has_fence_release) {
-        SyncClock fence;
-        fence.used = true;
-        fence.cluster = warp.cta.cluster.index;
-        fence.knowledge = warp.clock.fence_release;
-        join(sync, fence);
+        join(sync, fenced(warp));
     }
+}
+
+void Checker::check_arrival(const Warp& warp, uint32_t lane, const MemoryBarrier& barrier, uint32_t offset) {
+    if (!enabled_) return;
+    const Knowledge& knowledge = known(warp, lane);
+    if (knowledge.generic.get(barrier.stream) >= barrier.phase) return;
+    Knowledge past = knowledge;
+    raise_own(past.generic, warp.clock, alone(warp));
+    check_arrival(warp, past, warp.pc(), barrier, offset);
 }
 
 void Checker::check_arrival(const Warp& by, const Knowledge& knowledge, uint32_t pc, const MemoryBarrier& barrier,
@@ -217,7 +309,12 @@ void Checker::check_arrival(const Warp& by, const Knowledge& knowledge, uint32_t
 void Checker::check_end(const Cta& cta) {
     if (!enabled_ || !machine_.options.strict) return;
     VectorClock known;
-    for (const auto& warp : cta.warps) known.join(warp->clock.knowledge.generic);
+    for (const auto& warp : cta.warps) {
+        const WarpClock& clock = warp->clock;
+        known.join(clock.knowledge.generic);
+        for (const WarpClock::LaneKnowledge& own : clock.lane_knowledge) known.join(own.knowledge->generic);
+        raise_own(known, clock, false);
+    }
     for (const auto& [offset, barrier] : cta.memory_barriers.all()) {
         const bool waited = known.get(barrier.stream) >= barrier.phase;
         const char* what = nullptr;
@@ -239,7 +336,14 @@ void Checker::check_end(const Cta& cta) {
 
 // Whether `earlier` happens before the actor's access; *missing says what would have ordered them.
 bool Checker::ordered(const Actor& actor, const AccessRecord& earlier, const char** missing) const {
-    const Knowledge& knowledge = *actor.knowledge;
+    if (ordered(actor, *actor.knowledge, earlier, missing)) return true;
+    // A lane that has waited alone, and makes the access together with others.
+    const Knowledge* own = own_knowledge(actor.warp->clock, actor.record.lane);
+    return own && own != actor.knowledge && ordered(actor, *own, earlier, missing);
+}
+
+bool Checker::ordered(const Actor& actor, const Knowledge& knowledge, const AccessRecord& earlier,
+                      const char** missing) const {
     if (earlier.cluster != actor.record.cluster) {
         *missing = "nothing orders them: a release and an acquire through global memory are missing";
         const auto it = knowledge.foreign.find(earlier.cluster);
@@ -251,10 +355,7 @@ bool Checker::ordered(const Actor& actor, const AccessRecord& earlier, const cha
         // The same warp: program order for a lane, a warp-level synchronisation between lanes. ldmatrix reads for all
         // lanes, so that no lane may write there afterwards without one (compute-sanitizer's racecheck says the same).
         const bool same_lane = earlier.lane == actor.record.lane && earlier.lane != kManyLanes;
-        const uint32_t known = knowledge.generic.get(earlier.component);
-        const bool synchronised = earlier.epoch < known || (actor.issued_alone && earlier.epoch == known &&
-                                                            earlier.component == clock.component);
-        if (!synchronised && !same_lane) {
+        if (!same_lane && knowledge.generic.get(earlier.component) < earlier.epoch) {
             *missing = "different lanes of one warp without bar.warp.sync between them";
             return false;
         }
@@ -399,13 +500,16 @@ template <class F>
     }
 }
 
+static uint32_t epoch_of(const WarpClock& clock, Component component) {
+    return component == clock.component ? clock.epoch : clock.single_epoch;
+}
+
 Checker::Actor Checker::actor(const Warp& warp, uint32_t lane, AccessKind kind) const {
     const WarpClock& clock = warp.clock;
-    const bool single = alone(warp);
-    Actor actor{&clock.knowledge, {}, &warp, false, false};
+    Actor actor{&known(warp), {}, &warp, false};
     actor.record.cluster = warp.cta.cluster.index;
-    actor.record.component = single ? clock.singles : clock.component;
-    actor.record.epoch = clock.knowledge.generic.get(actor.record.component) & kEpochMask;
+    actor.record.component = alone(warp) ? clock.singles : clock.component;
+    actor.record.epoch = epoch_of(clock, actor.record.component) & kEpochMask;
     actor.record.pc = warp.pc() & (kMaxCheckedInstructions - 1);
     actor.record.warp = (warp.cta.rank * kWarpSize + warp.index) & 511;
     actor.record.lane = lane & 63;
@@ -414,7 +518,8 @@ Checker::Actor Checker::actor(const Warp& warp, uint32_t lane, AccessKind kind) 
 }
 
 void Checker::renew(Actor& actor) const {
-    actor.record.epoch = actor.knowledge->generic.get(actor.record.component) & kEpochMask;
+    actor.knowledge = &known(*actor.warp);
+    actor.record.epoch = epoch_of(actor.warp->clock, actor.record.component) & kEpochMask;
 }
 
 void Checker::shared_access(const Actor& actor, Cta& owner, uint32_t offset, uint32_t bytes) {
@@ -446,8 +551,9 @@ AsyncAgent Checker::agent(Warp& issuer, Component stream, uint32_t epoch, bool a
     agent.component = stream;
     agent.epoch = epoch;
     agent.async_proxy = async_proxy;
-    agent.alone = alone(issuer);
-    agent.knowledge = handed_over(issuer);
+    agent.knowledge = known_at_issue(issuer);
+    if (!alone(issuer)) agent.issuer_epoch = issuer.clock.epoch;
+    agent.issuer_singles = issuer.clock.single_epoch;
     return agent;
 }
 
@@ -467,21 +573,20 @@ static AccessRecord record_of(const AsyncAgent& agent, uint32_t lane, AccessKind
 void Checker::shared_access(const AsyncAgent& agent, uint32_t lane, Cta& owner, uint32_t offset, uint32_t bytes,
                             AccessKind kind) {
     if (!enabled_) return;
-    shared_access({&agent.knowledge, record_of(agent, lane, kind), agent.issuer, agent.async_proxy, agent.alone, false,
-                   agent.product},
-                  owner, offset, bytes);
+    shared_access(
+        {&agent.knowledge, record_of(agent, lane, kind), agent.issuer, agent.async_proxy, false, agent.product}, owner,
+        offset, bytes);
 }
 
 void Checker::global_access(const AsyncAgent& agent, uint32_t lane, uint64_t address, uint32_t bytes, AccessKind kind) {
     if (!enabled_) return;
-    global_access({&agent.knowledge, record_of(agent, lane, kind), agent.issuer, agent.async_proxy, agent.alone},
-                  address, bytes);
+    global_access({&agent.knowledge, record_of(agent, lane, kind), agent.issuer, agent.async_proxy}, address, bytes);
 }
 
 void Checker::tensor_access(const AsyncAgent& agent, Cta& owner, uint32_t column, uint32_t first_lane, uint32_t lanes,
                             AccessKind kind, bool every_second) {
     if (!enabled_) return;
-    Actor actor{&agent.knowledge, record_of(agent, kWarpSize, kind), agent.issuer, false, agent.alone, true};
+    Actor actor{&agent.knowledge, record_of(agent, kWarpSize, kind), agent.issuer, false, true};
     const uint32_t slices = (1u << lanes / kTensorSlice) - 1;
     const uint32_t mask = slices << first_lane / kTensorSlice & (every_second ? 0x55u : 0xffu);
     access(owner.tensor_memory.shadow()[column], actor, static_cast<uint16_t>(mask), "tensor memory", column, &owner);
@@ -495,11 +600,13 @@ std::shared_ptr<const GridAccesses> Checker::take_accesses() {
 }
 
 void Checker::primaries_done(Warp& warp) {
-    complete(warp, warp.cta.cluster.primaries, 1);
+    complete(warp, warp.executing(), warp.cta.cluster.primaries, 1);
 }
 
 void Checker::check_primaries(const Actor& actor, uint16_t bytes, uint64_t address) {
-    if (actor.knowledge->generic.get(actor.warp->cta.cluster.primaries) > 0) return;
+    const Component component = actor.warp->cta.cluster.primaries;
+    if (actor.knowledge->generic.get(component) > 0) return;
+    if (known(*actor.warp, actor.record.lane).generic.get(component) > 0) return;
     for (const auto& grid : primaries_) {
         const Granule* granule = grid->pages.find(address);
         if (!granule) continue;

@@ -33,9 +33,9 @@ struct MemoryBarrier;
 struct WarpClock {
     Component component = 0;
     Component singles = 0;
-    uint32_t lanes_synchronised = 0;  // epoch of `component` that all lanes know of each other
-    Component copies = 0;             // the stream of its cp.async groups
-    uint32_t copies_waited = 0;       // groups its lanes have waited for, each lane for its own copies
+    uint32_t epoch = 1, single_epoch = 1;  // of the two now; how much of them the lanes know of each other: `knowledge`
+    Component copies = 0;                  // the stream of its cp.async groups
+    uint32_t copies_waited = 0;            // groups its lanes have waited for, each lane for its own copies
     // Streams that each lane waits for alone (tcgen05.wait): how much of them all lanes have waited for, and fenced
     // (tcgen05.fence::before_thread_sync), as they know of each other.
     struct LaneStream {
@@ -43,7 +43,14 @@ struct WarpClock {
         uint32_t waited, fenced;
     };
     std::vector<LaneStream> lane_streams;
-    Knowledge knowledge;      // knowledge.generic.get(component) is the current epoch
+    Knowledge knowledge;  // of all lanes
+    // What a lane has waited for alone (an mbarrier, its own bulk copies) it alone knows, until the lanes meet. Of the
+    // few lanes that have: this, and what all know.
+    struct LaneKnowledge {
+        uint32_t lane;
+        std::unique_ptr<Knowledge> knowledge;
+    };
+    std::vector<LaneKnowledge> lane_knowledge;
     Knowledge fence_release;  // at the latest fence: what later relaxed stores and atomics release
     bool has_fence_release = false;
     SyncClock pending_acquire;  // of relaxed loads: acquired by the next fence
@@ -56,9 +63,10 @@ struct AsyncAgent {
     Component component = 0;  // the stream that its completion raises
     uint32_t epoch = 0;       // the value of that stream once this operation is known to be complete
     bool async_proxy = true;
-    bool alone = false;    // issued by one lane of several
-    bool product = false;  // tcgen05.mma
-    Knowledge knowledge;   // of the issuer at issue
+    bool product = false;         // tcgen05.mma
+    Knowledge knowledge;          // of the issuer at issue
+    uint32_t issuer_epoch = 0;    // what its completion hands over of the issuer itself; 0: of a lane that issued
+    uint32_t issuer_singles = 0;  // it alone, what the lanes know of each other
 };
 
 // The global memory that a finished grid has touched.
@@ -86,7 +94,6 @@ class Checker {
         AccessRecord record;  // as it will be stored
         const Warp* warp;
         bool through_async_proxy;
-        bool issued_alone;  // by one lane: an asynchronous operation that knows less than its warp does
         bool on_tensor_memory = false;
         bool reads_operand = false;  // of tcgen05.mma, in shared memory
     };
@@ -107,11 +114,14 @@ class Checker {
     AsyncAgent agent(Warp& issuer, Component stream, uint32_t epoch, bool async_proxy) const;
 
     // ---- order
-    void release(Warp& warp, SyncClock& sync);  // the warp's past happens before whoever acquires sync
+    // Of one lane that executes apart from the others only its own order changes, until warp_sync or a barrier.
+    void release(Warp& warp, SyncClock& sync);  // the past of the executing lanes happens before whoever acquires sync
     void acquire(Warp& warp, const SyncClock& sync);
+    void acquire(Warp& warp, LaneMask lanes, const SyncClock& sync);  // some of the executing lanes
+    void leave_barrier(Warp& warp, const SyncClock& sync);            // all lanes, which have arrived there together
     void join(SyncClock& into, const SyncClock& from);
-    void complete(Warp& warp, Component stream, uint32_t epoch);  // the warp has waited for a stream up to epoch
-    // The same for its loads and stores of tensor memory, which later ones of its own then follow without a fence.
+    void complete(Warp& warp, LaneMask lanes, Component stream, uint32_t epoch);  // they have waited for it up to epoch
+    // The same for a warp's loads and stores of tensor memory, which later ones of its own then follow without a fence.
     void tensor_complete(Warp& warp, Component stream, uint32_t epoch);
     void tensor_fence_before(Warp& warp);
     void tensor_fence_after(Warp& warp);
@@ -127,6 +137,7 @@ class Checker {
     void ordered_access(Warp& warp, uint64_t location, MemoryOrder order, bool reads, bool writes);
 
     // An arrival at an mbarrier must know that the phase before has ended: else another schedule counts it there.
+    void check_arrival(const Warp& warp, uint32_t lane, const MemoryBarrier& barrier, uint32_t offset);
     void check_arrival(const Warp& by, const Knowledge& knowledge, uint32_t pc, const MemoryBarrier& barrier,
                        uint32_t offset);
     // A CTA has ended: what arrives at its mbarriers from outside must have arrived.
@@ -157,14 +168,23 @@ class Checker {
                       Cta* owner);
     void remember(Granule& granule, AccessRecord record, uint16_t bytes, Cta* owner);
     bool ordered(const Actor& actor, const AccessRecord& earlier, const char** missing) const;
+    bool ordered(const Actor& actor, const Knowledge& knowledge, const AccessRecord& earlier,
+                 const char** missing) const;
     void race(const Actor& actor, const AccessRecord& earlier, const char* space, uint64_t address, const char* missing,
               Cta* owner);
     void unwritten(const Actor& actor, const char* space, uint64_t address, const Cta& owner);
     std::string describe(const AccessRecord& record) const;
     void advance(Warp& warp);
-    void synchronise_lanes(Warp& warp);
+    void synchronise_lanes(Warp& warp, LaneMask lanes);
     static bool alone(const Warp& warp);  // whether one lane of several executes the instruction
-    // What the executing lanes hand over: the warp's knowledge, without other lanes' latest accesses if one is alone.
+    static const Knowledge& known(const Warp& warp, uint32_t lane);
+    static const Knowledge& known(const Warp& warp);  // to the executing lanes
+    template <class F>
+    static void learn(Warp& warp, LaneMask lanes, const F& change);  // changes what these lanes know
+    // What asynchronous operations of the executing lanes come after: if one is alone, without what other lanes have
+    // not told it.
+    Knowledge known_at_issue(const Warp& warp) const;
+    // What the executing lanes hand over: this, and their own accesses.
     Knowledge handed_over(const Warp& warp) const;
 
     bool enabled_;

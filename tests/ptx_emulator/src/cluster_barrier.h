@@ -16,6 +16,7 @@ struct ClusterBarrier {
 // What a warp remembers between barrier.cluster.arrive and barrier.cluster.wait.
 struct ClusterBarrierWait {
     bool arrived = false;
+    bool relaxed = false;     // the arrival
     uint32_t generation = 0;  // at arrival
 };
 

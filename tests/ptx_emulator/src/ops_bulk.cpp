@@ -1,7 +1,7 @@
 // Bulk copies between global and shared memory, their reductions and groups (PTX ISA 9.7.9.25.4, 9.7.9.27.2).
 //
 // The checker learns of a copy when it is issued: it reads and writes at any time until its mbarrier's phase or its
-// group has been waited for.
+// group has been waited for, a group by the lane whose copies they are.
 #include <cstring>
 
 #include "address_operand.h"
@@ -253,8 +253,8 @@ Step wait_group(Warp& warp, const Instruction& i, LaneMask mask) {
         const size_t complete = groups->tickets.size() - i.x;
         warp.bulk.queue.run_through(groups->tickets[complete - 1]);
         groups->read_through = std::max(groups->read_through, complete);
-        checker.complete(warp, groups->reads, static_cast<uint32_t>(complete));
-        if (!i.y) checker.complete(warp, groups->writes, static_cast<uint32_t>(complete));
+        checker.complete(warp, lane_bit(lane), groups->reads, static_cast<uint32_t>(complete));
+        if (!i.y) checker.complete(warp, lane_bit(lane), groups->writes, static_cast<uint32_t>(complete));
     });
     return Step::kNext;
 }

@@ -40,6 +40,7 @@ Step cluster_arrive(Warp& warp, const Instruction& i, LaneMask) {
         raise(Fault::kIllegalInstruction, "barrier.cluster.arrive twice without barrier.cluster.wait between");
     }
     wait.arrived = true;
+    wait.relaxed = i.x != 0;
     wait.generation = cluster.barrier.generation;
     Checker& checker = warp.machine.checker;
     if (i.x) {
@@ -60,7 +61,12 @@ Step cluster_wait(Warp& warp, const Instruction&, LaneMask) {
     }
     const ClusterBarrier& barrier = warp.cta.cluster.barrier;
     if (barrier.generation == wait.generation) return Step::kBlock;
-    warp.machine.checker.acquire(warp, barrier.completed);
+    Checker& checker = warp.machine.checker;
+    if (wait.relaxed) {
+        checker.acquire(warp, barrier.completed);
+    } else {
+        checker.leave_barrier(warp, barrier.completed);
+    }
     wait.arrived = false;
     return Step::kNext;
 }

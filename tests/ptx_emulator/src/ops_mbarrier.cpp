@@ -1,6 +1,4 @@
 // mbarrier instructions (PTX ISA 9.7.13.15) and cp.async.mbarrier.arrive. The objects are in mbarrier.h.
-//
-// A successful wait lets the whole warp know what happened before, not only the lane that waited.
 #include <cstring>
 
 #include "address_operand.h"
@@ -90,7 +88,7 @@ Step arrive(Warp& warp, const Instruction& i, LaneMask mask) {
         } else {
             checker.release(warp, past);
         }
-        checker.check_arrival(warp, warp.clock.knowledge, warp.pc(), barriers.at(*to.owner, to.offset), to.offset);
+        checker.check_arrival(warp, lane, barriers.at(*to.owner, to.offset), to.offset);
         barriers.arrive(*to.owner, to.offset, count, past);
         if (i.dst == kNoRegister) return;
         if (to.owner != &warp.cta) {
@@ -141,7 +139,7 @@ void decode_bytes(DecodeContext& c) {
 Step try_wait(Warp& warp, const Instruction& i, LaneMask mask) {
     Checker& checker = warp.machine.checker;
     LaneMask done = 0;
-    MemoryBarrierWait acquired;
+    uint32_t offsets[kWarpSize];
     for_lanes(mask, [&](uint32_t lane) {
         const MemoryReference from = barrier_memory(warp, i, lane, true);
         const MemoryBarrier& barrier = from.owner->memory_barriers.at(*from.owner, from.offset);
@@ -151,13 +149,18 @@ Step try_wait(Warp& warp, const Instruction& i, LaneMask mask) {
             warp.memory_barrier_wait = {from.owner, from.offset, parity};
             return;
         }
-        if (!acquired.owner || acquired.offset != from.offset) {  // once, if all lanes wait for the same
-            if (!i.y) checker.acquire(warp, barrier.completed);
-            checker.complete(warp, barrier.stream, static_cast<uint32_t>(barrier.phase));
-            acquired = {from.owner, from.offset, parity};
-        }
+        offsets[lane] = from.offset;
         done |= lane_bit(lane);
     });
+    for (LaneMask rest = done; rest;) {  // those that have waited for the same, together
+        const uint32_t offset = offsets[first_lane(rest)];
+        LaneMask lanes = 0;
+        for_lanes(rest, [&](uint32_t lane) { lanes |= offsets[lane] == offset ? lane_bit(lane) : 0; });
+        const MemoryBarrier& barrier = warp.cta.memory_barriers.at(warp.cta, offset);
+        if (!i.y) checker.acquire(warp, lanes, barrier.completed);
+        checker.complete(warp, lanes, barrier.stream, static_cast<uint32_t>(barrier.phase));
+        rest &= ~lanes;
+    }
     warp.set_predicate(i.dst, done, mask);
     return done == mask ? Step::kNext : Step::kYield;
 }

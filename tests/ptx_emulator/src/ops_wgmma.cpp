@@ -340,7 +340,7 @@ Step wait_group(Warp& warp, const Instruction& i, LaneMask) {
     group.queue.run_through(products);
     own.groups_waited = complete;
     Checker& checker = warp.machine.checker;
-    if (own.has_stream) checker.complete(warp, own.stream, static_cast<uint32_t>(complete));
+    if (own.has_stream) checker.complete(warp, kAllLanes, own.stream, static_cast<uint32_t>(complete));
     bool cleared = false;
     while (!own.in_flight.empty() && own.in_flight.front().product < products) {
         clear_in_flight(warp, *own.in_flight.front().instruction);

@@ -9,7 +9,7 @@ namespace ptx_emulator {
 
 static void complete(Machine& machine, NamedBarrier& barrier) {
     for (Warp* warp : barrier.waiting) {
-        machine.checker.acquire(*warp, barrier.clock);
+        machine.checker.leave_barrier(*warp, barrier.clock);
         warp->barrier_wait.state = BarrierWait::State::kReleased;
         warp->barrier_wait.reduction = barrier.reduction;
         warp->barrier_wait.reduction_and = barrier.reduction_and;

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ptx_emulator.device_arrays import BFLOAT16, FLOAT32, SWIZZLES, aligned_array, tensor_map
+from ptx_emulator.device_arrays import BFLOAT16, CHUNKS_OF_32, FLOAT32, SWIZZLES, aligned_array, tensor_map
 from ptx_emulator.harness import LaunchError, UnitKernels, emulator_options
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -185,6 +185,18 @@ def test_boxes_inside_and_across_the_edge(kernels: UnitKernels, schedule: str, m
     np.testing.assert_array_equal(target, expected)
     np.testing.assert_array_equal(plain, expected_plain)
     np.testing.assert_array_equal(source, before)
+
+
+@pytest.mark.parametrize("swizzle", [128, CHUNKS_OF_32])
+def test_swizzles_of_copies(kernels: UnitKernels, schedule: str, swizzle: int) -> None:
+    """A box loaded with a swizzle and stored without: address bits 4 to 6 (or 5, 6) change by bits 7 to 9 (7, 8)."""
+    source = aligned_array(np.arange(16 * 16, dtype=np.float32).reshape(16, 16))
+    target = aligned_array(np.zeros((16, 16), np.float32))
+    maps = [tensor_map(kernels, source, FLOAT32, (16, 16), swizzle), tensor_map(kernels, target, FLOAT32, (16, 16))]
+    kernels.launch("box_and_back", 1, 256, *maps, source, 0, 0, 0, 0)
+    address = np.arange(256) * 4
+    change = (address >> 7 & 7) << 4 if swizzle == 128 else (address >> 7 & 3) << 5
+    np.testing.assert_array_equal(target.reshape(-1)[(address ^ change) // 4], 2 * source.reshape(-1))
 
 
 @pytest.mark.parametrize(

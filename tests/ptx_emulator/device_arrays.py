@@ -11,6 +11,7 @@ from ptx_emulator.harness import UnitKernels
 
 FLOAT32, BFLOAT16 = 7, 9  # CUtensorMapDataType
 SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}  # bytes: CUtensorMapSwizzle
+CHUNKS_OF_32 = -128  # 128 bytes in chunks of 32, which products cannot read
 
 Array = npt.NDArray[np.generic]
 
@@ -45,7 +46,7 @@ def tensor_map(
     box : (int, int)
         Elements along the columns, along the rows.
     swizzle : int
-        Width in bytes, 0 for none.
+        Width in bytes, 0 for none; or ``CHUNKS_OF_32``.
 
     Returns
     -------
@@ -60,6 +61,6 @@ def tensor_map(
         (ctypes.c_uint64 * 2)(columns, rows),
         ctypes.c_uint64(tensor.strides[0]),
         (ctypes.c_uint32 * 2)(*box),
-        SWIZZLES[swizzle],
+        {**SWIZZLES, CHUNKS_OF_32: 4}[swizzle],
     )
     return encoded if code == 0 else code

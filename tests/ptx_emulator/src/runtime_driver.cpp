@@ -45,7 +45,8 @@ void encode_tiled(TensorMap& map, CUtensorMapDataType type, uint32_t rank, void*
     map.data_type = static_cast<uint8_t>(type);
     map.element_bytes = static_cast<uint8_t>(element_bytes(type));
     map.nan_fill = fill == CU_TENSOR_MAP_FLOAT_OOB_FILL_NAN_REQUEST_ZERO_FMA;
-    if (static_cast<int>(swizzle) > 3) raise(Fault::kUnsupported, "tensor map swizzle %d", static_cast<int>(swizzle));
+    if (swizzle > CU_TENSOR_MAP_SWIZZLE_128B_ATOM_32B)
+        raise(Fault::kUnsupported, "tensor map swizzle %d", static_cast<int>(swizzle));
     map.swizzle = static_cast<Swizzle>(swizzle);
     for (uint32_t i = 0; i < rank; ++i) {
         if (dims[i] == 0 || dims[i] > (uint64_t{1} << 32)) {
@@ -63,7 +64,9 @@ void encode_tiled(TensorMap& map, CUtensorMapDataType type, uint32_t rank, void*
         map.stride[i - 1] = strides[i - 1];
     }
     const uint32_t inner = box[0] * map.element_bytes;
-    const uint32_t limit = map.swizzle == Swizzle::kNone ? 0 : 16u << static_cast<uint32_t>(map.swizzle);
+    const uint32_t limit = map.swizzle == Swizzle::kNone           ? 0
+                           : swizzle >= CU_TENSOR_MAP_SWIZZLE_128B ? 128
+                                                                   : 16u << static_cast<uint32_t>(map.swizzle);
     if (inner % 16) raise(invalid, "tensor map: the box is %u bytes wide, not a multiple of 16", inner);
     if (limit && inner > limit)
         raise(invalid, "tensor map: the box is %u bytes wide, its swizzle spans %u", inner, limit);

@@ -9,8 +9,10 @@
 
 namespace ptx_emulator {
 
-// Permutes the 16-byte chunks of 1024 (512, 256) bytes: address bits 4 and up are changed by bits 7 and up.
+// Permutes the 16-byte chunks of 1024 (512, 256) bytes: address bits 4 and up are changed by bits 7 and up; or the
+// 32-byte chunks of 512 bytes.
 constexpr uint32_t swizzle_address(uint32_t address, Swizzle swizzle) {
+    if (swizzle == Swizzle::k128Atom32) return address ^ (address >> 7 & 3) << 5;
     const uint32_t bits = (1u << static_cast<uint32_t>(swizzle)) - 1;
     return address ^ (address >> 7 & bits) << 4;
 }

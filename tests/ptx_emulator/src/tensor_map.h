@@ -7,7 +7,8 @@ namespace ptx_emulator {
 
 constexpr uint64_t kTensorMapMagic = 0x3150414d52534e54ull;  // "TNSRMAP1"
 
-enum class Swizzle : uint8_t { kNone = 0, k32 = 1, k64 = 2, k128 = 3 };
+// In the order of CUtensorMapSwizzle. k128Atom32: 128 bytes whose chunks have 32 bytes, the others' have 16.
+enum class Swizzle : uint8_t { kNone = 0, k32 = 1, k64 = 2, k128 = 3, k128Atom32 = 4 };
 
 struct TensorMap {
     uint64_t magic;

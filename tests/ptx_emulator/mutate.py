@@ -5,7 +5,8 @@ execute all of its barriers, waits, commits and fences; then, for each of them, 
 means: the happens-before checker reports a hazard, the launch deadlocks or breaks another rule, or a result changes.
 What nobody notices must be listed in ``redundant_synchronization.toml`` with the reason; the run fails on an unlisted
 one, on a listed one that is noticed after all, and on an instruction that no case executes. Kernels whose PTX differs
-in the names of the types alone (fp16, bf16) are one kernel here: the cases run on each, the mutations on the first.
+in the names of the types alone (fp16, bf16; in descriptors too) are one kernel here: the cases run on each, the
+mutations on the first.
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ REDUNDANT_FILE = Path(__file__).parent / "redundant_synchronization.toml"
 # nothing too often.
 MOST_REDUNDANT = 0.05
 _DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
+# An instruction descriptor of tcgen05.mma in decimal (PTX ISA 9.7.16.4.2: fp32 accumulator, bf16 operands, M of 128 or
+# 256 in the upper byte), and the bits that make the operands fp16.
+_DESCRIPTOR = re.compile(r"(?<![\w.%$])\d{9}\b")
+_DESCRIPTOR_TYPES = 1 << 7 | 1 << 10
 
 
 @dataclass(frozen=True)
@@ -127,7 +132,8 @@ class EmulatedLibrary:
         """The PTX of a kernel that is alone in its file, without what names its type."""
         text = self._files[symbol].read_text(encoding="utf-8")
         text = re.sub(r"^//.*\n", "", text[text.index(".entry") :], flags=re.MULTILINE)
-        return re.sub(r"bf16", "f16", text.replace(symbol, ""))
+        text = re.sub(r"bf16", "f16", text.replace(symbol, ""))
+        return _DESCRIPTOR.sub(lambda match: _typeless_descriptor(match[0]), text)
 
     def launched(self) -> list[str]:
         """Mangled names of the kernels launched since the last call."""
@@ -146,6 +152,12 @@ class EmulatedLibrary:
             ordinal = seen[entry.opcode] = seen.get(entry.opcode, -1) + 1
             instructions.append(Instruction(entry.number, entry.executed, entry.line, source, body, ordinal))
         return instructions
+
+
+def _typeless_descriptor(number: str) -> str:
+    value = int(number)
+    is_descriptor = value & 0x7FFF == 1 << 4 | _DESCRIPTOR_TYPES and value >> 24 in (128 // 16, 256 // 16)
+    return str(value & ~_DESCRIPTOR_TYPES) if is_descriptor else number
 
 
 def _calls(kernel: dict[str, Any]) -> list[dict[str, Any]]:

@@ -62,6 +62,7 @@ enum InstructionRole : uint32_t {
     kRoleCopiesRegisters = 1u << 3,  // mov: the front end's renaming, no computation
     kRoleWarpgroupMultiply = 1u << 4,
     kRoleWarpgroupWaitAll = 1u << 5,  // no wgmma is under way after it
+    kRoleReducesPredicate = 1u << 6,  // its removal must leave each thread its own predicate (bar.red)
 };
 
 struct InstructionInfo {

@@ -75,6 +75,7 @@ void decode_barrier(DecodeContext& c) {
         c.out.a = c.read(1, 4);
         if (c.operand_count() > 3) c.out.b = c.read(2, 4);
         c.out.c = c.read_predicate(c.operand(c.operand_count() - 1), &c.out.negate_predicate);
+        if (!c.has("popc")) c.set_role(kRoleReducesPredicate);
         c.out.handler = barrier_sync;
         return;
     }

@@ -226,6 +226,34 @@ def test_counts(kernels: UnitKernels) -> None:
     assert kernels.counts() == []  # neither kept nor counted without the option
 
 
+@pytest.mark.parametrize(
+    ("stride", "shift", "word_clocks", "vector_clocks"),
+    [
+        (1, 0, 1, 4),  # a register a clock
+        (2, 1, 2, 2),  # words of one bank; 256 bytes, and two registers a clock, for neighbours want the same
+        (31, 2, 1, 2),  # still two registers a clock at most
+        (32, 5, 32, 2),  # all in one bank; all lanes the same
+        (0, 0, 1, 4),
+    ],
+)
+def test_counts_of_shared_memory(
+    kernels: UnitKernels, stride: int, shift: int, word_clocks: int, vector_clocks: int
+) -> None:
+    """Clocks of the banks of shared memory."""
+    values, out = np.arange(1024, dtype=np.float32), np.zeros(32, np.float32)
+    with emulator_options(count=1):
+        kernels.launch("shared_banks", 1, 32, values, out, stride, shift)
+        (launch,) = kernels.counts()
+    lanes = np.arange(32)
+    np.testing.assert_array_equal(out, values[lanes * stride] + values.reshape(-1, 4)[lanes >> shift].sum(1))
+    shared = [each for each in launch.instructions if "shared" in each.opcode and each.times]
+    loads = [each for each in shared if each.opcode.startswith("ld")]
+    assert [each.sizes for each in loads if ".v4" not in each.opcode] == [{(0, word_clocks, 1): 1}]
+    assert [each.sizes for each in loads if ".v4" in each.opcode] == [{(0, vector_clocks, 1): 1}]
+    stores = [each for each in shared if each.opcode.startswith("st")]
+    assert stores and all(each.sizes == {(0, 1, 1): each.times[0]} for each in stores)
+
+
 def test_counts_of_waits(kernels: UnitKernels, schedule: str) -> None:
     """A barrier counts once for each warp, however often the warp looked."""
     values, out = np.arange(128, dtype=np.int32), np.zeros(128, np.int32)

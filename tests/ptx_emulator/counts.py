@@ -25,7 +25,8 @@ class CountedInstruction:
         Warp of the CTA to how often such warps executed it, and with how many lanes in all (those that the guard let
         through). A wait counts once, when it is over.
     sizes : mapping of (int, int, int) to int
-        (warp, a, b) to how often: a bytes to b CTAs for a bulk copy, M and N for ``tcgen05.mma``.
+        (warp, a, b) to how often: a bytes to b CTAs for a bulk copy, M and N for ``tcgen05.mma``, a clocks of shared
+        memory for ``ld`` and ``st``.
     """
 
     number: int

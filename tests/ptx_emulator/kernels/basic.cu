@@ -36,6 +36,17 @@ __global__ void collatz(const int* start, int* steps, int count) {
     steps[i] = n;
 }
 
+// One warp: lane n loads word n * stride, and the 16 bytes number n >> shift.
+__global__ void shared_banks(const float* in, float* out, int stride, int shift) {
+    __shared__ float4 vectors[256];
+    float* const words = reinterpret_cast<float*>(vectors);
+    for (int i = threadIdx.x; i < 1024; i += 32) words[i] = in[i];
+    __syncwarp();
+    const float word = words[threadIdx.x * stride];
+    const float4 vector = vectors[threadIdx.x >> shift];
+    out[threadIdx.x] = word + vector.x + vector.y + vector.z + vector.w;
+}
+
 __global__ void histogram(const int* values, int* counts, int count) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < count) atomicAdd(&counts[values[i]], 1);

@@ -16,11 +16,11 @@ struct Entry {
 
 const Entry kEntries[] = {
 #define ENTRY(name) {#name, reinterpret_cast<const void*>(&name)}
-    ENTRY(vector_add),    ENTRY(row_sum),          ENTRY(collatz),    ENTRY(histogram),     ENTRY(take_tiles),
-    ENTRY(unary_float),   ENTRY(binary_integer),   ENTRY(mma_tile),   ENTRY(copy_pipeline), ENTRY(shared_exchange),
-    ENTRY(lane_exchange), ENTRY(write_after_read), ENTRY(global_add), ENTRY(hand_over),     ENTRY(out_of_shared),
-    ENTRY(wild_pointer),  ENTRY(misaligned),       ENTRY(deadlock),   ENTRY(wait_for_last), ENTRY(unwritten_shared),
-    ENTRY(volatile_read), ENTRY(float_add),
+    ENTRY(vector_add),    ENTRY(row_sum),          ENTRY(collatz),      ENTRY(histogram),     ENTRY(take_tiles),
+    ENTRY(unary_float),   ENTRY(binary_integer),   ENTRY(mma_tile),     ENTRY(copy_pipeline), ENTRY(shared_exchange),
+    ENTRY(lane_exchange), ENTRY(write_after_read), ENTRY(global_add),   ENTRY(hand_over),     ENTRY(out_of_shared),
+    ENTRY(wild_pointer),  ENTRY(misaligned),       ENTRY(deadlock),     ENTRY(wait_for_last), ENTRY(unwritten_shared),
+    ENTRY(volatile_read), ENTRY(float_add),        ENTRY(shared_banks),
 #undef ENTRY
 };
 

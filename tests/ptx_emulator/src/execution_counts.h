@@ -23,7 +23,7 @@ class ExecutionCounts {
         count.lanes += lanes;
     }
     // A size that operands decide, not the opcode: the bytes of a bulk copy (b: how many CTAs it goes to), M and N of a
-    // tcgen05.mma.
+    // tcgen05.mma, the clocks that ld or st keeps shared memory busy (b: 1).
     void add_size(uint32_t warp, uint32_t pc, uint32_t a, uint32_t b) { ++sizes_[{pc, warp, a, b}]; }
 
     // One line per instruction that was executed, separated by tabs: its number in the kernel, PTX line, source

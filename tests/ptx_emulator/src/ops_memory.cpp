@@ -1,5 +1,7 @@
 // ld, st, and what only hints or orders (PTX ISA 9.7.9.8 to 9.7.9.18): prefetch, createpolicy, discard.
+#include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "lanes.h"
 #include "machine.h"
@@ -24,11 +26,39 @@ struct AccessData : InstructionData {
     uint32_t register_bytes = 0;
 };
 
-// Tells the checker of the accesses of an instruction, lane by lane.
+// For how many clocks shared memory is busy with the accesses of a warp's lanes: it has 32 banks of 4 bytes, hands out
+// words of one bank one by one, and returns one register of the warp a clock, or two where neighbours (lanes n and n ^
+// 1, or n and n ^ 2) all want the same.
+uint32_t shared_clocks(const uint32_t (&offsets)[kWarpSize], LaneMask lanes, uint32_t bytes, bool writes) {
+    std::vector<uint32_t> words[32];  // by bank
+    bool pairs[2] = {true, true};
+    size_t most = 0;
+    for_lanes(lanes, [&](uint32_t lane) {
+        for (uint32_t word = offsets[lane] / 4; word <= (offsets[lane] + bytes - 1) / 4; ++word) {
+            std::vector<uint32_t>& bank = words[word % 32];
+            if (std::find(bank.begin(), bank.end(), word) == bank.end()) bank.push_back(word);
+            most = std::max(most, bank.size());
+        }
+        for (uint32_t i = 0; i < 2; ++i) {
+            const uint32_t neighbour = lane ^ (1u << i);
+            if (lanes >> neighbour & 1 && offsets[neighbour] != offsets[lane]) pairs[i] = false;
+        }
+    });
+    const uint32_t registers = (bytes + 3) / 4, at_once = pairs[0] || pairs[1] ? 2 : 1;
+    const uint32_t returns = writes ? 1 : (registers + at_once - 1) / at_once;
+    return std::max(static_cast<uint32_t>(most), returns);
+}
+
+// Tells the checker of the accesses of an instruction, lane by lane, and counts what they ask of shared memory.
 class Notes {
   public:
     Notes(Warp& warp, bool writes, MemoryOrder order)
-        : warp_(warp), checker_(warp.machine.checker), enabled_(checker_.enabled()), writes_(writes), order_(order) {
+        : warp_(warp),
+          checker_(warp.machine.checker),
+          enabled_(checker_.enabled()),
+          counts_(warp.machine.counts != nullptr),
+          writes_(writes),
+          order_(order) {
         if (!enabled_) return;
         // Ordered accesses are morally strong: they do not race among themselves.
         const bool weak = order == MemoryOrder::kWeak;
@@ -37,7 +67,18 @@ class Notes {
                                        : (weak ? AccessKind::kRead : AccessKind::kStrongRead));
     }
 
+    ~Notes() {
+        if (shared_lanes_) warp_.count_size(shared_clocks(shared_offsets_, shared_lanes_, bytes_, writes_), 1);
+    }
+    Notes(const Notes&) = delete;
+    Notes& operator=(const Notes&) = delete;
+
     void note(uint32_t lane, const MemoryReference& reference, uint32_t bytes) {
+        if (counts_ && reference.space == Space::kShared) {
+            shared_lanes_ |= LaneMask{1} << lane;
+            shared_offsets_[lane] = reference.offset;
+            bytes_ = bytes;
+        }
         if (!enabled_ || (reference.space != Space::kShared && reference.space != Space::kGlobal)) return;
         actor_.record.lane = lane & 63;
         const auto address = reinterpret_cast<uint64_t>(reference.data);
@@ -59,9 +100,12 @@ class Notes {
   private:
     Warp& warp_;
     Checker& checker_;
-    const bool enabled_, writes_;
+    const bool enabled_, counts_, writes_;
     const MemoryOrder order_;
     Checker::Actor actor_{};
+    LaneMask shared_lanes_ = 0;
+    uint32_t shared_offsets_[kWarpSize];
+    uint32_t bytes_ = 0;  // of a lane
 };
 
 // Memory elements as wide as the registers: T each, V of them.

@@ -38,7 +38,13 @@ def hopper(head_dim: int = 128, direction: str = "forward") -> Kernel:
         ("max.f32 %f1, %f2, %f3;", "scalar", {"issue": 1, "alu": 32}, {}),
         ("cvt.rn.bf16x2.f32 %r1, %f1, %f2;", "scalar", {"issue": 1, "alu": 32}, {}),
         ("@%p2 bra $L__BB0_2;", "scalar", {"issue": 1}, {}),
-        ("st.shared.v4.b32 [%r1], {%r2, %r3, %r4, %r5};", "scalar", {"issue": 1}, {"shared": 16}),
+        ("st.shared.v4.b32 [%r1], {%r2, %r3, %r4, %r5};", "scalar", {"issue": 1}, {}),
+        (
+            "cp.reduce.async.bulk.global.shared::cta.bulk_group.L2::cache_hint.add.f32 [%rd1], [%r1], 4096, %rd2;",
+            "reduce",
+            {"issue": 1},
+            {},
+        ),
         ("ld.global.nc.v2.f32 {%f1, %f2}, [%rd1];", "scalar", {"issue": 1}, {"l2": 8, "memory": 8}),
         (
             "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r1, %r2, %r3, %r4}, [%r5];",
@@ -86,7 +92,11 @@ def test_demand(text: str, group: str, per_warp: dict[str, float], per_lane: dic
 
 
 def test_demand_of_sizes() -> None:
-    """tcgen05.mma by M and N, A in shared or in tensor memory; a multicast copy is read once, written to each CTA."""
+    """tcgen05.mma by M and N, A in shared or in tensor memory; a multicast copy is read once, written to each CTA; what
+    banks make of a load; a reduction is read from shared memory once."""
+    assert demand.per_size("ld.shared.v4.b32 {%r1, %r2, %r3, %r4}, [%r5];", 2, 1) == {"shared": 256}
+    reduction = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%rd1], [%r1], 4096;"
+    assert demand.per_size(reduction, 4096, 1) == {"l2": 4096, "memory": 4096, "shared": 4096}
     both = "tcgen05.mma.cta_group::1.kind::f16 [%r1], %rd1, %rd2, %r2, p;"
     assert demand.group_of(both) == "ss"
     assert demand.per_size(both, 128, 64) == {"tensor": 128 * 64 * 16, "shared": (128 + 64) * 32}
@@ -246,6 +256,114 @@ def test_cost_of_a_step() -> None:
     assert tile_cost(hopper(), problem_of(hopper(), slow), machine, gpu).full >= 5000 * 0.999
 
 
+BACKWARDS = {
+    "keys": ("sm90", 128, 128, {"block_m": 64, "block_n": 128, "stages": 2, "warps": 12}),
+    "roles": (
+        "sm90",
+        192,
+        192,
+        {"block_m": 64, "block_n": 64, "stages": 2, "warps": 16}
+        | {"roles": 1, "dout_stages": 2, "dq_slice": 192, "dq_buffers": 3},
+    ),
+    "one buffer of dO": (
+        "sm90",
+        256,
+        256,
+        {"block_m": 64, "block_n": 64, "stages": 2, "warps": 16}
+        | {"roles": 1, "dout_stages": 1, "dq_slice": 64, "dq_buffers": 2},
+    ),
+    "dQ apart": ("sm100", 64, 64, {"block_m": 128, "block_n": 128, "stages": 2, "warps": 16, "dout_stages": 2}),
+    "dQ over dP": ("sm100", 128, 128, {"block_m": 128, "block_n": 128, "stages": 2, "warps": 16, "dout_stages": 1}),
+    "dQ over S": ("sm100", 192, 128, {"block_m": 128, "block_n": 128, "stages": 1, "warps": 16, "dout_stages": 1}),
+    "a pair": (
+        "sm100",
+        128,
+        128,
+        {"block_m": 128, "block_n": 256, "stages": 2, "warps": 16}
+        | {"dout_stages": 1, "slice_buffers": 1, "cluster": 2},
+    ),
+}
+PRODUCT = 2048.0 * 1000  # multiply-adds: 1000 clocks of the H200
+
+
+def backward_counts(kernel: Kernel, **scalar: float) -> dict[str, Any]:
+    """A step of five products of 1000 clocks each, on an SM of the H200, and these other instructions of P."""
+
+    def step(ss: float, rs: float, **others: float) -> dict[str, Any]:
+        products = {"ss": {"tensor": ss * PRODUCT}, "rs": {"tensor": rs * PRODUCT}}
+        return {"full": {"scalar": others, **products, "copy": {}, "reduce": {}}, "tile": {}}
+
+    if kernel.has_gradient_roles:
+        roles = {"scores": step(1, 1, **scalar), "gradients": step(1, 1), "queries": step(1, 0)}
+    elif kernel.path == "sm90":
+        roles = {"walker": step(3, 2, **scalar)}
+    else:
+        roles = {"walker": step(0, 0, **scalar), "queries": step(0, 0), "products": step(3, 2)}
+    # All of it in P: the first phase, or the second of the five of sm90.
+    phases = [dict.fromkeys(("issue", "mufu"), float(i == 1)) for i in range(5)]
+    return {
+        "roles": {**roles, "producer": step(0, 0)},
+        "phases": phases if kernel.path == "sm90" else [phases[1], phases[0]],
+    }
+
+
+@pytest.mark.parametrize("name", BACKWARDS)
+def test_backward_schedules(name: str) -> None:
+    """Products alone run one behind the other where nothing has to wait for dQ's or dO's place; a long P stands for
+    itself, and for the products that no order can put under it."""
+    path, d, d_v, tile = BACKWARDS[name]
+    kernel = Kernel(path, "backward", d, d_v, tile)
+    machine = Machine(cycles_per_instruction=1.0, handover=0.0, load_latency=1.0)
+    gpu = load_gpu("h200")
+    clocks = tile_cost(kernel, problem_of(kernel, backward_counts(kernel)), machine, gpu).full
+    assert clocks == pytest.approx(5000, rel=0.02)
+    long = backward_counts(kernel, mufu=16.0 * 9000, issue=2 * 16 * 9000 / 32)
+    clocks = tile_cost(kernel, problem_of(kernel, long), machine, gpu).full
+    assert 9000 * 0.999 <= clocks <= 9000 + 5000
+
+
+def test_more_buffers_are_not_slower() -> None:
+    """A second buffer of dO takes the gradients' wait for it away."""
+    machine = Machine(cycles_per_instruction=1.0, handover=100.0, load_latency=6000.0)
+    clocks = []
+    for stages in (1, 2):
+        path, d, d_v, tile = BACKWARDS["roles"]
+        kernel = Kernel(path, "backward", d, d_v, {**tile, "dout_stages": stages})
+        clocks.append(tile_cost(kernel, problem_of(kernel, backward_counts(kernel)), machine, load_gpu("h200")).full)
+    assert clocks[0] > 1.1 * clocks[1] >= 1.1 * 4999
+
+
+def test_no_step_is_faster_than_its_busiest_unit() -> None:
+    """Of every kernel that was counted, with and without a mask; and every schedule comes to its end."""
+    entries = json.loads((RESULTS / "counts.json").read_text(encoding="utf-8"))
+    kernels = {kernel.name: kernel for kernel in load_kernels()}
+    assert {(kernel.path, kernel.direction) for kernel in kernels.values()} == {
+        (kernels[entry["kernel"]].path, kernels[entry["kernel"]].direction) for entry in entries
+    }
+    for entry in entries:
+        kernel = kernels[entry["kernel"]]
+        row = Row((4096,), 8, 8, kernel.head_dim, entry["causal"], kernel.head_dim_v)
+        gpu = load_gpu("b200" if kernel.path == "sm100" else "h200")
+        prediction = predict(kernel, entry, row, gpu, load_calibration())
+        assert prediction.cost.full >= 0.98 * max(prediction.step_units.values()), kernel.name
+        assert 0 < max(prediction.busy.values()) <= 1.02, kernel.name
+
+
+def test_phases() -> None:
+    """Instructions of the loop by the waits between them; what is executed more or less often is not of the loop."""
+    texts = ["add.f32 %f1, %f2, %f3;", "wgmma.commit_group.sync.aligned;", "wgmma.commit_group.sync.aligned;"]
+    texts += ["ex2.approx.ftz.f32 %f1, %f2;", "wgmma.wait_group.sync.aligned 1;", "wgmma.wait_group.sync.aligned 0;"]
+    launch = LaunchCounts("k", 1)
+    for number, (text, times) in enumerate((*((text, 7) for text in texts), ("add.f32 %f1, %f2, %f3;", 1))):
+        launch.instructions.append(CountedInstruction(number, number, "", text, {4: times}, {4: 32 * times}, {}))
+    phases = counting.phases_of(hopper(direction="backward"), launch)
+    assert len(phases) == 5
+    # 3 of 6 instructions, the commits among them, before S and dP are issued, 3 up to P.
+    assert [phase["issue"] for phase in phases] == pytest.approx([0.5, 0.5, 0, 0, 0])
+    assert [phase["mufu"] for phase in phases] == [0, 1, 0, 0, 0]
+    assert counting.phases_of(hopper(), launch) == []
+
+
 def test_twice_the_heads_take_twice_as_long() -> None:
     """And the clock that a load leaves is the calibration's."""
     gpu = Gpu("a", 4, 1e9, 1e12, load_gpu("h200").rates, 100.0)
@@ -281,9 +399,12 @@ def test_rows_and_kernels() -> None:
     assert parse_row("varlen 64 x 64..8192 h16 d128 causal") is None
     kernels = load_kernels()
     for head_dim in (64, 128):
-        chosen = choose(kernels, "sm90", "forward", head_dim, True)
+        chosen = choose(kernels, "sm90", "forward", (head_dim, head_dim), True)
         assert chosen is not None and chosen.head_dim == head_dim
-    assert choose(kernels, "sm90", "forward", 300, True) is None
+    assert choose(kernels, "sm90", "forward", (300, 300), True) is None
+    for head_dims, native in (((192, 128), (192, 128)), ((192, 192), (192, 192)), ((160, 128), (192, 128))):
+        chosen = choose(kernels, "sm90", "backward", head_dims, False)
+        assert chosen is not None and (chosen.head_dim, chosen.head_dim_v) == native
 
 
 def test_recorded_report_is_what_the_model_says() -> None:

@@ -23,8 +23,10 @@ RECORDINGS = ("sm90-forward", "sm90-backward", "sm80-forward", "sm80-backward")
 PATHS = ("sm80", "sm90", "sm100")
 # What the constants are fitted on: the long rows of one head dim, forward. All others are predicted.
 FITTED = re.compile(r"d128")
-# Rows for which B200 is predicted: head dim, heads, causal.
-BLACKWELL_ROWS = ((64, 32, False), (64, 32, True), (128, 16, False), (128, 16, True), (256, 8, False), (256, 8, True))
+# Rows for which B200 is predicted: head dims, heads. With and without a mask.
+BLACKWELL_ROWS = (((64, 64), 32), ((96, 96), 16), ((128, 128), 16), ((192, 128), 16), ((256, 256), 8))
+# Below this the card was not at its power limit of 700 W while a row was timed.
+POWER_LIMIT = 660
 
 
 def parse_row(name: str) -> Row | None:
@@ -60,7 +62,7 @@ class Counted:
         self.kernels = load_kernels()
 
     def find(self, path: str, direction: str, row: Row) -> tuple[Kernel, dict[str, Any]] | None:
-        kernel = choose(self.kernels, path, direction, row.head_dim, row.causal)
+        kernel = choose(self.kernels, path, direction, row.head_dims, row.causal)
         counts = self.entries.get((kernel.name, row.causal)) if kernel else None
         return (kernel, counts) if kernel and counts else None
 
@@ -126,10 +128,13 @@ def calibrate(counted: Counted, gpu: Gpu, start: Calibration) -> Calibration:
 
 
 def group_errors(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Errors by path and direction, those the constants were fitted on apart."""
+    """Errors by path and direction, those the constants were fitted on and head dims beyond 128 apart."""
     groups: dict[tuple[str, bool], list[dict[str, Any]]] = {}
     for row in rows:
-        groups.setdefault((f"{row['path']} {row['direction']}", row["fitted"]), []).append(row)
+        problem = parse_row(row["row"])
+        assert problem is not None
+        wide = ", head dims beyond 128" if problem.head_dim > 128 else ""
+        groups.setdefault((f"{row['path']} {row['direction']}{wide}", row["fitted"]), []).append(row)
     groups["all that nothing was fitted on", False] = [row for row in rows if not row["fitted"]]
     return [
         {
@@ -145,6 +150,13 @@ def group_errors(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def flop_of(row: Row, direction: str) -> float:
+    """As the benchmarks count: two products forward, five backward, half of them with a causal mask."""
+    d, d_v = row.head_dims
+    columns = 3 * d + 2 * d_v if direction == "backward" else d + d_v
+    return 2.0 * row.heads * columns * sum(float(n) ** 2 for n in row.lengths) / (2 if row.causal else 1)
+
+
 def blackwell(counted: Counted, calibration: Calibration) -> list[dict[str, Any]]:
     """Predictions for B200: FlashAttention-4's forward and the sm100 kernels that were counted."""
     gpu = load_gpu("b200")
@@ -155,10 +167,18 @@ def blackwell(counted: Counted, calibration: Calibration) -> list[dict[str, Any]
     derated = replace(
         calibration, clock_idle=calibration.clock_idle * scale, clock_slope=calibration.clock_slope * scale
     )
+    # 16 TB/s read and 8 TB/s written, if they are the GPU's: see hardware.toml.
+    slow_tmem = {**gpu.rates, "tmem_load": 58.0, "tmem_store": 29.0}
+    # Of what no published measurement says for B200, one constant at a time.
+    variants = {
+        "3 clocks an instruction": (gpu, replace(boost, cycles_per_instruction=3.0)),
+        "half the handover": (gpu, replace(boost, handover=boost.handover / 2)),
+        "twice the load latency": (replace(gpu, name="b200, late", load_latency=2 * gpu.load_latency), boost),
+        "tensor memory at 58 and 29 bytes": (replace(gpu, name="b200, slow", rates=slow_tmem), boost),
+    }
 
     def line(what: str, kernel: Kernel, counts: dict[str, Any], row: Row, published: float | None) -> dict[str, Any]:
-        flop = 4.0 * row.heads * row.head_dim * sum(float(n) ** 2 for n in row.lengths) / (2 if row.causal else 1)
-        flop *= 2.5 if kernel.direction == "backward" else 1
+        flop = flop_of(row, kernel.direction)
         fast, slow = (predict(kernel, counts, row, gpu, each) for each in (boost, derated))
         return {
             "what": what,
@@ -171,18 +191,23 @@ def blackwell(counted: Counted, calibration: Calibration) -> list[dict[str, Any]
             "cost": asdict(fast.cost),
             "busy": fast.busy,
             "step_units": fast.step_units,
+            "variants": {
+                name: flop / predict(kernel, counts, row, *variant).seconds / 1e12 for name, variant in variants.items()
+            },
         }
 
     long = Row((16384,), 16, 16, 128, False)
     kernel, counts, published = fa4.load()
     lines = [line("FlashAttention-4 forward d128 16k full", kernel, counts, long, published)]
     for direction in ("forward", "backward"):
-        for head_dim, heads, causal in BLACKWELL_ROWS:
-            row = Row((16384,), heads, heads, head_dim, causal)
-            pair = counted.find("sm100", direction, row)
-            if pair and pair[0].head_dim == head_dim:
-                what = f"sm100 {direction} d{head_dim} 16k {'causal' if causal else 'full'}"
-                lines.append(line(what, *pair, row, None))
+        for (d, d_v), heads in BLACKWELL_ROWS:
+            for causal in (False, True):
+                row = Row((16384,), heads, heads, d, causal, d_v)
+                pair = counted.find("sm100", direction, row)
+                if pair and (pair[0].head_dim, pair[0].head_dim_v) == (d, d_v):
+                    head_dims = f"d{d}" if d == d_v else f"d({d}, {d_v})"
+                    what = f"sm100 {direction} {head_dims} 16k {'causal' if causal else 'full'}"
+                    lines.append(line(what, *pair, row, None))
     return lines
 
 
@@ -194,17 +219,54 @@ def steps_of(counted: Counted, calibration: Calibration) -> list[dict[str, Any]]
         if not counts:
             continue
         gpu = load_gpu("b200" if kernel.path == "sm100" else "h200")
-        row = Row((4096,), 16, 16, kernel.head_dim, False)
+        row = Row((4096,), 16, 16, kernel.head_dim, False, kernel.head_dim_v)
         prediction: Prediction = predict(kernel, counts, row, gpu, calibration)
         lines.append(
             {
                 "kernel": kernel.name,
                 "units": prediction.step_units,
                 "clocks": prediction.cost.full,
-                "residual": counts["residual"],
+                "residual": max(
+                    counted.entries[kernel.name, causal]["residual"]
+                    for causal in (False, True)
+                    if (kernel.name, causal) in counted.entries
+                ),
             }
         )
     return lines
+
+
+def against_counters(counted: Counted, gpu: Gpu, calibration: Calibration) -> list[dict[str, Any]]:
+    """Errors of instructions, clocks and clock rate against what was counted and sampled on the H200, by group."""
+    groups: dict[tuple[str, str], list[float]] = {}
+
+    def rows(name: str) -> Iterator[tuple[str, dict[str, Any], Prediction]]:
+        for measured in json.loads((RESULTS / "model" / name).read_text(encoding="utf-8"))["rows"]:
+            row = parse_row(measured["row"])
+            pair = counted.find(measured["path"], measured["direction"], row) if row else None
+            if row and pair:
+                group = f"{measured['path']} {measured['direction']}"
+                if (measured["path"], row.head_dim) == ("sm90", 64):
+                    group += ", d 64"
+                yield group, measured, predict(*pair, row, gpu, calibration)
+
+    for group, measured, prediction in rows("h200-counters.json"):
+        for what, model in (("instructions", prediction.instructions), ("clocks", prediction.clocks)):
+            of = measured["cycles" if what == "clocks" else what]
+            groups.setdefault((what, group), []).append(model / of - 1)
+    for group, measured, prediction in rows("h200-clocks.json"):
+        if measured["watt"] >= POWER_LIMIT:
+            groups.setdefault(("clock rate", group), []).append(prediction.clock / (measured["clock_mhz"] * 1e6) - 1)
+    return [
+        {
+            "what": what,
+            "group": group,
+            "count": len(errors),
+            "mean": statistics.fmean(map(abs, errors)),
+            "signed": statistics.fmean(errors),
+        }
+        for (what, group), errors in sorted(groups.items(), key=lambda item: item[0])
+    ]
 
 
 def recount(paths: list[str], recorded: Path) -> list[dict[str, Any]]:
@@ -260,6 +322,7 @@ def main() -> int:
         "calibration": asdict(calibration),
         "errors": group_errors(rows),
         "rows": rows,
+        "counters": against_counters(counted, gpu, calibration),
         "steps": steps_of(counted, calibration),
         "b200": blackwell(counted, calibration),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,15 +13,15 @@ from typing import Any
 from . import demand as demands
 from .demand import Demand
 from .kernels import ROOT, Kernel, choose, load_kernels, tiles_of
+from .schedules import GROUPS
 
 sys.path.insert(0, str(ROOT / "tests"))
 
 from ptx_emulator.counts import LaunchCounts, take_counts
 from ptx_emulator.settings import forced_tile
 
-GROUPS = ("scalar", "matrix", "ss", "rs", "copy")
 PARTS = ("launch", "tile", "full", "masked")
-HEAD_DIMS = (64, 96, 128, 192, 256)  # of the rows of the benchmark
+HEAD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))  # of Q and K, of V
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,9 @@ class Counts:
         role -> part -> group -> demand, summed over the role's warps of one CTA: per launch and resident CTA, per tile,
         per unmasked and masked step of all its walkers together. Amounts of steps are those of a CTA's step: all
         walkers take it.
+    phases : list
+        Of a step of a walker, in order: unit -> share of the scalar instructions' demand. Empty where a schedule has
+        no use for them.
     residual : float
         The largest difference of fit and count in any launch, as a share of the count: issue slots and multiply-adds.
     helpers : dict
@@ -55,6 +59,7 @@ class Counts:
     kernel: str
     causal: bool
     roles: dict[str, dict[str, dict[str, Demand]]]
+    phases: list[dict[str, float]]
     residual: float
     helpers: dict[str, float]
 
@@ -166,6 +171,39 @@ def demand_of_launch(launch: LaunchCounts, warps: range, has_three_input_max: bo
     return result
 
 
+# Where a phase of a step ends: behind so many of these instructions. See the schedules of these kernels.
+_PHASES = {
+    # S and dP are issued; P is there; dS is stored and dV issued; dQ and dK are issued.
+    ("sm90", "backward"): (re.compile(r"wgmma\.(commit|wait)_group"), (2, 4, 5, 7)),
+    # P is there, and dP waited for.
+    ("sm100", "backward"): (re.compile(r"mbarrier\.try_wait"), (3,)),
+}
+
+
+def phases_of(kernel: Kernel, launch: LaunchCounts) -> list[dict[str, float]]:
+    """How a walker's scalar instructions are shared out over a step, by their place in the loop."""
+    if (kernel.path, kernel.direction) not in _PHASES or kernel.has_gradient_roles:
+        return []
+    marker, ends = _PHASES[kernel.path, kernel.direction]
+    warps = kernel.roles()["walker"]
+    executed = [sum(instruction.times.get(warp, 0) for warp in warps) for instruction in launch.instructions]
+    # What every step executes.
+    steps = max(times for times, each in zip(executed, launch.instructions, strict=True) if marker.match(each.opcode))
+    phases: list[Demand] = [{} for _ in range(len(ends) + 1)]
+    seen = 0
+    for times, instruction in zip(executed, launch.instructions, strict=True):
+        if times != steps:
+            continue
+        if demands.group_of(instruction.text) == "scalar":
+            into = phases[sum(end <= seen for end in ends)]
+            demands.add(into, demands.per_warp(instruction.text), times)
+            lanes = sum(instruction.lanes.get(warp, 0) for warp in warps)
+            demands.add(into, demands.per_lane(instruction.text), lanes)
+        seen += bool(marker.match(instruction.opcode))
+    whole = demands.total(phases)
+    return [{unit: phase.get(unit, 0.0) / amount for unit, amount in whole.items()} for phase in phases]
+
+
 def features(kernel: Kernel, call: Call, ctas: int) -> list[float]:
     """How often a launch does each of `PARTS`. A persistent CTA of the emulator's two SMs takes many tiles."""
     tiles = list(tiles_of(kernel, call.rows, call.keys, call.causal)) * call.heads
@@ -196,12 +234,13 @@ def fit(kernel: Kernel, causal: bool, emulated: Emulated) -> Counts:
                 for column, value in zip(columns, solution, strict=True):
                     if abs(value) > 1e-6 * float(amounts.max()):
                         parts[PARTS[column]][group][unit] = float(value)
-                if unit in ("issue", "tensor", "tensor_sync") and role == "walker":
+                if unit in ("issue", "tensor", "tensor_sync") and role not in ("producer", "products"):
                     difference = np.abs(table[:, columns] @ solution - amounts)
                     total = sum(np.array([each[g].get(unit, 0.0) for each in measured]) for g in GROUPS)
                     residual = max(residual, float((difference / total).max()))
         roles[role] = parts
-    return Counts(kernel.name, causal, roles, residual, _helpers(kernel, calls[-1], found[-1]))
+    phases = phases_of(kernel, main[-1])
+    return Counts(kernel.name, causal, roles, phases, residual, _helpers(kernel, calls[-1], found[-1]))
 
 
 def _helpers(kernel: Kernel, call: Call, found: dict[str, list[LaunchCounts]]) -> dict[str, float]:
@@ -219,9 +258,9 @@ def count_path(path: str, folder: Path | None = None, names: list[str] | None = 
     counted = []
     kernels = load_kernels()
     served = [
-        (direction, causal, choose(kernels, path, direction, head_dim, causal))
+        (direction, causal, choose(kernels, path, direction, head_dims, causal))
         for direction in ("forward", "backward")
-        for head_dim in HEAD_DIMS
+        for head_dims in HEAD_DIMS
         for causal in (False, True)
     ]
     for kernel in kernels:

@@ -67,7 +67,8 @@ def group_of(text: str) -> str:
     """Which part of a kernel's work an instruction belongs to.
 
     ``ss``: asynchronous products with both operands in shared memory; ``rs``: with A in registers or tensor memory;
-    ``matrix``: mma.sync and the ldmatrix that feed it; ``copy``: asynchronous copies; ``scalar``: everything else.
+    ``matrix``: mma.sync and the ldmatrix that feed it; ``copy``: asynchronous copies; ``reduce``: bulk reductions;
+    ``scalar``: everything else.
     """
     opcode = opcode_of(text)
     if opcode.startswith("wgmma.mma_async"):
@@ -77,7 +78,9 @@ def group_of(text: str) -> str:
         return "rs" if text.count("[") > 1 else "ss"
     if opcode.startswith(("mma.sync", "ldmatrix")):
         return "matrix"
-    if opcode.startswith(("cp.async", "cp.reduce")):
+    if opcode.startswith("cp.reduce"):
+        return "reduce"
+    if opcode.startswith("cp.async"):
         return "copy"
     return "scalar"
 
@@ -123,8 +126,6 @@ def per_lane(text: str) -> Demand:
     opcode = opcode_of(text)
     if opcode.startswith("cp.async.cg.shared") or opcode.startswith("cp.async.ca.shared"):
         return {"shared": 16.0, "l2": 16.0, "memory": 16.0}
-    if opcode.startswith(("ld.shared", "st.shared", "ld.volatile.shared", "st.volatile.shared")):
-        return {"shared": float(_access_bytes(opcode))}
     if opcode.startswith(("ld.global", "st.global", "red.global", "atom.global", "ld.volatile.global")):
         return {"l2": float(_access_bytes(opcode)), "memory": float(_access_bytes(opcode))}
     return {}
@@ -134,6 +135,8 @@ def per_lane(text: str) -> Demand:
 def per_size(text: str, a: int, b: int) -> Demand:
     """Of an instruction whose operands say how much it does: see `ptx_emulator.counts`."""
     opcode = opcode_of(text)
+    if opcode.startswith(("ld.", "st.")):
+        return {"shared": 128.0 * a}
     if opcode.startswith("tcgen05.mma"):
         k = 16
         return {"tensor": float(a * b * k), "shared": 2.0 * k * (b + (a if group_of(text) == "ss" else 0))}

@@ -62,18 +62,32 @@ class Kernel:
     @property
     def walkers(self) -> int:
         """Groups of warps of a CTA that walk the blocks of a tile, each on rows of its own."""
-        if self.path == "sm80":
+        if self.path == "sm80" or self.has_gradient_roles:
             return 1
         if self.direction == "backward":
-            return self.block_n // 64 if self.path == "sm90" else 1
+            return self.block_n // 64 if self.path == "sm90" else 2
         rows = 64 if self.path == "sm90" else 128 * self.ctas_per_tile
         return self.block_m // rows
+
+    @property
+    def has_gradient_roles(self) -> bool:
+        """Whether dV, dK and dQ have a warpgroup each (csrc/sm90/backward_roles.cuh)."""
+        return bool(self.tile.get("roles"))
 
     def roles(self) -> dict[str, range]:
         """Warps of a CTA by what they do. A path that is not known has one role."""
         warps = self.tile["warps"]
+        if self.has_gradient_roles:
+            return {"producer": range(4), "scores": range(4, 8), "gradients": range(8, 12), "queries": range(12, warps)}
         if self.path == "sm90":
             return {"producer": range(4), "walker": range(4, warps)}
+        if self.path == "sm100" and self.direction == "backward":
+            return {
+                "queries": range(4),
+                "walker": range(4, 12),
+                "products": range(12, 13),
+                "producer": range(13, warps),
+            }
         if self.path == "sm100" and self.direction == "forward":
             softmax = 4 * self.walkers
             return {
@@ -100,12 +114,15 @@ def load_kernels(file: Path = ROOT / "csrc" / "kernels.toml") -> list[Kernel]:
     return found
 
 
-def choose(kernels: list[Kernel], path: str, direction: str, head_dim: int, causal: bool) -> Kernel | None:
-    """The kernel that a call runs on where shared memory is not short; None: the path has none for it."""
-    for kernel in sorted(kernels, key=lambda k: (k.head_dim, k.head_dim_v)):
+def choose(kernels: list[Kernel], path: str, direction: str, head_dims: tuple[int, int], causal: bool) -> Kernel | None:
+    """The kernel that a call with these head dims, of Q and K and of V, runs on where shared memory is not short; None:
+    the path has none for it."""
+    for kernel in sorted(kernels, key=lambda k: k.head_dim + k.head_dim_v):
         if (kernel.path, kernel.direction) != (path, direction):
             continue
-        if min(kernel.head_dim, kernel.head_dim_v) < head_dim or kernel.when == ("full" if causal else "masked"):
+        if kernel.head_dim < head_dims[0] or kernel.head_dim_v < head_dims[1]:
+            continue
+        if kernel.when == ("full" if causal else "masked"):
             continue
         return kernel
     return None

@@ -10,7 +10,7 @@ from typing import Any
 from .demand import Demand, add, scaled
 from .hardware import Calibration, Gpu
 from .kernels import Kernel, Steps, tiles_of
-from .schedules import FULL, MASKED, SCHEDULES, Machine, Problem, RoleDemands, busiest_unit
+from .schedules import FULL, GROUPS, MASKED, SCHEDULES, Machine, Problem, RoleDemands, busiest_unit
 from .sm import Simulation
 
 # Steps of the tiles that are simulated; what a step and a tile cost follows from the differences.
@@ -26,6 +26,11 @@ class Row:
     heads_k: int
     head_dim: int
     causal: bool
+    head_dim_v: int = 0  # 0: head_dim
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        return self.head_dim, self.head_dim_v or self.head_dim
 
 
 @dataclass
@@ -61,6 +66,8 @@ class Prediction:
         Of the kernels launched beside it.
     clock : float
         Hz.
+    instructions : float
+        Warp instructions of the kernel.
     """
 
     seconds: float
@@ -71,6 +78,7 @@ class Prediction:
     tensor_share: float
     helper_seconds: float
     clock: float
+    instructions: float
 
 
 _costs: dict[tuple[int, Machine, str], tuple[dict[str, Any], TileCost]] = {}
@@ -88,15 +96,9 @@ def problem_of(kernel: Kernel, counts: dict[str, Any]) -> Problem:
         }
         if not any(demands.get(MASKED, {}).values()):
             demands[MASKED] = demands.get(FULL, {})
-        roles[name] = RoleDemands(demands, max(int(len(warps[name]) * share), 1))
-    return Problem(
-        roles=roles,
-        walkers=kernel.walkers,
-        tiles=(),
-        stages=kernel.tile["stages"],
-        ctas=kernel.tile.get("ctas", 1) if kernel.path == "sm80" else 1,
-        share_qk=kernel.head_dim / (kernel.head_dim + kernel.head_dim_v),
-    )
+        phases = counts.get("phases", ()) if name == "walker" else ()
+        roles[name] = RoleDemands(demands, max(int(len(warps[name]) * share), 1), phases)
+    return Problem(kernel, roles)
 
 
 def _positive(demand: Demand) -> Demand:
@@ -108,9 +110,6 @@ def simulate(kernel: Kernel, problem: Problem, tiles: Sequence[Sequence[str]], m
     """Clocks of an SM for some tiles, one after another."""
     simulation = Simulation(gpu.rates)
     schedule = SCHEDULES.get((kernel.path, kernel.direction), busiest_unit)
-    # The sm90 backward of wide heads has a warpgroup for each gradient, which no schedule describes.
-    if kernel.tile.get("roles"):
-        schedule = busiest_unit
     schedule(simulation, replace(problem, tiles=tiles), machine)
     return simulation.run()
 
@@ -144,7 +143,7 @@ def step_demand(problem: Problem, part: str) -> Demand:
     demand: Demand = {}
     for name, role in problem.roles.items():
         times = problem.walkers if name == "walker" else 1
-        add(demand, role.of(part, "scalar", "matrix", "ss", "rs", "copy"), times)
+        add(demand, role.of(part, *GROUPS), times)
     return demand
 
 
@@ -189,7 +188,8 @@ def predict(kernel: Kernel, counts: dict[str, Any], row: Row, gpu: Gpu, calibrat
     busy = {
         unit: amount / gpu.rates[unit] / gpu.sm_count / clocks for unit, amount in demand.items() if unit in gpu.rates
     }
-    share = max(busy.get("tensor", 0.0), busy.get("tensor_sync", 0.0) * gpu.rates["tensor_sync"] / gpu.rates["tensor"])
+    synchronous = busy.get("tensor_sync", 0.0) * gpu.rates.get("tensor_sync", 0.0) / gpu.rates["tensor"]
+    share = max(busy.get("tensor", 0.0), synchronous)
     clock = calibration.clock(gpu.clock, share)
     helpers = counts["helpers"]
     moved = helpers["bytes_per_row"] * heads * sum(row.lengths)
@@ -200,4 +200,6 @@ def predict(kernel: Kernel, counts: dict[str, Any], row: Row, gpu: Gpu, calibrat
         for unit, amount in step_demand(problem, FULL).items()
         if unit in gpu.rates
     }
-    return Prediction(seconds, clocks, cost, units, busy, share, helper_seconds, clock)
+    # What a launch asks for is known apart from a tile only where CTAs stay.
+    instructions = demand["issue"] + step_demand(problem, "launch").get("issue", 0.0) * gpu.sm_count
+    return Prediction(seconds, clocks, cost, units, busy, share, helper_seconds, clock, instructions)

@@ -84,17 +84,37 @@ def markdown(document: dict[str, Any]) -> str:
         )
     )
     parts.append("\n`*`: the constants were fitted on it.\n")
-    parts.append("## Clocks of a step\n")
+    parts.append("## Against counters of the H200\n")
+    parts.append(
+        "Instructions and clocks of one launch under Nsight Compute (`h200-counters.json`), and the clock rate while "
+        "rows were timed, of those at the power limit (`h200-clocks.json`). Recorded with earlier forms of the "
+        "kernels: ../../model/README.md says what has changed since.\n"
+    )
+    parts.append(
+        _table(
+            ["what", "rows", "how many", "mean absolute error", "mean signed"],
+            [
+                [g["what"], g["group"], str(g["count"]), f"{g['mean']:.1%}", f"{g['signed']:+.1%}"]
+                for g in document["counters"]
+            ],
+        )
+    )
+    parts.append("\n## Clocks of a step\n")
     parts.append(
         "An unmasked step of all CTAs of an SM: clocks for which each unit is busy, by count and rate, and what the "
-        "simulation of the schedule makes of them.\n"
+        "simulation of the schedule makes of them. Residual: the largest difference of fit and count in any launch.\n"
     )
     units = [unit for unit in UNITS if any(unit in step["units"] for step in document["steps"])]
     parts.append(
         _table(
-            ["kernel", *units, "step"],
+            ["kernel", *units, "step", "residual"],
             [
-                [step["kernel"], *(f"{step['units'].get(unit, 0):.0f}" for unit in units), f"{step['clocks']:.0f}"]
+                [
+                    step["kernel"],
+                    *(f"{step['units'].get(unit, 0):.0f}" for unit in units),
+                    f"{step['clocks']:.0f}",
+                    f"{step['residual']:.2%}",
+                ]
                 for step in document["steps"]
             ],
         )
@@ -125,6 +145,20 @@ def markdown(document: dict[str, Any]) -> str:
             ],
         )
     )
+    names = list(document["b200"][0]["variants"])
+    parts.append(
+        "\nWhat that hangs on: predicted TFLOP/s at 1.85 GHz if one constant that no published measurement says for "
+        "B200 were another.\n"
+    )
+    parts.append(
+        _table(
+            ["what", "as above", *names],
+            [
+                [row["what"], f"{row['boost']:.0f}", *(f"{row['variants'][name]:.0f}" for name in names)]
+                for row in document["b200"]
+            ],
+        )
+    )
     return "\n".join(parts) + "\n"
 
 
@@ -133,7 +167,7 @@ def plot(document: dict[str, Any], file: Path) -> None:
     matplotlib = importlib.import_module("matplotlib")
     matplotlib.use("Agg")
     pyplot = importlib.import_module("matplotlib.pyplot")
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(15, 6.5), layout="constrained", width_ratios=(1, 1.1))
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(15, 7.5), layout="constrained", width_ratios=(1, 1.1))
     colours = {"sm80": "#56B4E9", "sm90": "#D55E00"}
     for path, colour in colours.items():
         for direction, marker in (("forward", "o"), ("backward", "s")):

@@ -112,7 +112,7 @@ class Simulation:
 
     def copy(self, demand: Demand, latency: float, then: Event) -> None:
         """A copy that shares bandwidth with what else is under way and takes at least ``latency`` clocks."""
-        self._tasks.append(_Task(demand, max(self._alone(demand), latency), lambda: self.arrive(then)))
+        self._tasks.append(_Task(demand, max(self._alone(demand), latency, _TINY), lambda: self.arrive(then)))
 
     def run(self) -> float:
         """Until nothing is left to do; returns the clocks it took.

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from ptx_emulator.counts import CountedInstruction, LaunchCounts, parse_counts
 
-from benchmarks.model import counting, demand, fa4
+from benchmarks.model import counting, demand, fa4, schedules
 from benchmarks.model.__main__ import parse_row
 from benchmarks.model.hardware import Calibration, Gpu, load_calibration, load_gpu
 from benchmarks.model.kernels import Kernel, choose, load_kernels, tiles_of
@@ -372,6 +372,14 @@ def test_twice_the_heads_take_twice_as_long() -> None:
     one, two = (predict(hopper(), counts, Row((4096,), heads, heads, 128, False), gpu, calibration) for heads in (4, 8))
     assert two.clocks - two.cost.start == pytest.approx(2 * (one.clocks - one.cost.start))
     assert one.seconds == pytest.approx(one.clocks / 0.5e9)
+
+
+def test_softmax_parts() -> None:
+    """Together they are the step; no exponential before the maximum is known."""
+    parts = schedules._softmax_parts({"issue": 571.0, "mufu": 128.0})
+    assert demand.total(parts) == pytest.approx({"issue": 571, "mufu": 128})
+    assert [part["mufu"] for part in parts] == [0, 96, 32]
+    assert [part["issue"] for part in parts] == pytest.approx([97, 446 - 97, 571 - 446], rel=0.02)
 
 
 def test_flash_attention_4() -> None:

@@ -140,10 +140,21 @@ Step try_wait(Warp& warp, const Instruction& i, LaneMask mask) {
     Checker& checker = warp.machine.checker;
     LaneMask done = 0;
     uint32_t offsets[kWarpSize];
+    const AddressOperand& operand = static_cast<const BarrierData&>(*i.data).address;
+    MemoryReference from;
+    const MemoryBarrier* same = nullptr;  // the one of the lane before
+    uint32_t latest = 0, lanes = 0;       // its address, and how many lanes in a row have named it
     for_lanes(mask, [&](uint32_t lane) {
-        const MemoryReference from = barrier_memory(warp, i, lane, true);
-        const MemoryBarrier& barrier = from.owner->memory_barriers.at(*from.owner, from.offset);
-        checker.shared_access(warp, lane, *from.owner, from.offset, 8, AccessKind::kAtomic);
+        const uint32_t address = operand.shared_at(warp, lane);
+        if (!same || address != latest) {
+            from = barrier_memory(warp, i, lane, true);
+            same = &from.owner->memory_barriers.at(*from.owner, from.offset);
+            latest = address;
+            lanes = 0;
+        }
+        const MemoryBarrier& barrier = *same;
+        // The second lane makes the access one of several lanes; further ones change nothing.
+        if (lanes++ < 2) checker.shared_access(warp, lane, *from.owner, from.offset, 8, AccessKind::kAtomic);
         const bool parity = i.x ? warp.lanes<uint32_t>(i.a)[lane] & 1 : warp.lanes<uint64_t>(i.a)[lane] >> 63;
         if (!MemoryBarriers::phase_done(barrier, parity)) {
             warp.memory_barrier_wait = {from.owner, from.offset, parity};

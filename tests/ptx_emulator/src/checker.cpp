@@ -387,12 +387,20 @@ bool Checker::ordered(const Actor& actor, const Knowledge& knowledge, const Acce
 }
 
 void Checker::access(Granule& granule, const Actor& actor, uint16_t bytes, const char* space, uint64_t address,
-                     Cta* owner) {
+                     Cta* owner, Repetition* repetition) {
+    if (repetition) {
+        if (repetition->matches(granule, bytes)) {
+            repetition->repeat(granule, owner ? owner->records : own_->records);
+            return;
+        }
+        repetition->begin(granule, bytes);
+    }
     if (writes(actor.record.kind())) {
         write_access(granule, actor, bytes, space, address, owner);
     } else {
         read_access(granule, actor, bytes, space, address, owner);
     }
+    if (repetition) repetition->end(granule);
 }
 
 void Checker::read_access(Granule& granule, const Actor& actor, uint16_t bytes, const char* space, uint64_t address,
@@ -522,15 +530,15 @@ void Checker::renew(Actor& actor) const {
     actor.record.epoch = epoch_of(actor.warp->clock, actor.record.component) & kEpochMask;
 }
 
-void Checker::shared_access(const Actor& actor, Cta& owner, uint32_t offset, uint32_t bytes) {
+void Checker::shared_access(const Actor& actor, Cta& owner, uint32_t offset, uint32_t bytes, Repetition* repetition) {
     for_granules(offset, bytes, [&](uint64_t granule, uint16_t mask, uint64_t address) {
-        access(owner.shared_shadow[granule], actor, mask, "shared", address, &owner);
+        access(owner.shared_shadow[granule], actor, mask, "shared", address, &owner, repetition);
     });
 }
 
-void Checker::global_access(const Actor& actor, uint64_t address, uint32_t bytes) {
+void Checker::global_access(const Actor& actor, uint64_t address, uint32_t bytes, Repetition* repetition) {
     for_granules(address, bytes, [&](uint64_t, uint16_t mask, uint64_t at) {
-        access(global_.at(at), actor, mask, "global", at, nullptr);
+        access(global_.at(at), actor, mask, "global", at, nullptr, repetition);
         if (!primaries_.empty()) check_primaries(actor, mask, at);
     });
 }
@@ -570,26 +578,30 @@ static AccessRecord record_of(const AsyncAgent& agent, uint32_t lane, AccessKind
     return record;
 }
 
+Checker::Actor Checker::actor(const AsyncAgent& agent, uint32_t lane, AccessKind kind) {
+    return {&agent.knowledge, record_of(agent, lane, kind), agent.issuer, agent.async_proxy, false, agent.product};
+}
+
 void Checker::shared_access(const AsyncAgent& agent, uint32_t lane, Cta& owner, uint32_t offset, uint32_t bytes,
                             AccessKind kind) {
-    if (!enabled_) return;
-    shared_access(
-        {&agent.knowledge, record_of(agent, lane, kind), agent.issuer, agent.async_proxy, false, agent.product}, owner,
-        offset, bytes);
+    if (enabled_) shared_access(actor(agent, lane, kind), owner, offset, bytes);
 }
 
 void Checker::global_access(const AsyncAgent& agent, uint32_t lane, uint64_t address, uint32_t bytes, AccessKind kind) {
-    if (!enabled_) return;
-    global_access({&agent.knowledge, record_of(agent, lane, kind), agent.issuer, agent.async_proxy}, address, bytes);
+    if (enabled_) global_access(actor(agent, lane, kind), address, bytes);
 }
 
-void Checker::tensor_access(const AsyncAgent& agent, Cta& owner, uint32_t column, uint32_t first_lane, uint32_t lanes,
-                            AccessKind kind, bool every_second) {
+void Checker::tensor_access(const AsyncAgent& agent, Cta& owner, uint32_t column, uint32_t columns, uint32_t first_lane,
+                            uint32_t lanes, AccessKind kind, bool every_second) {
     if (!enabled_) return;
-    Actor actor{&agent.knowledge, record_of(agent, kWarpSize, kind), agent.issuer, false, true};
+    const Actor actor{&agent.knowledge, record_of(agent, kWarpSize, kind), agent.issuer, false, true};
     const uint32_t slices = (1u << lanes / kTensorSlice) - 1;
     const uint32_t mask = slices << first_lane / kTensorSlice & (every_second ? 0x55u : 0xffu);
-    access(owner.tensor_memory.shadow()[column], actor, static_cast<uint16_t>(mask), "tensor memory", column, &owner);
+    std::vector<Granule>& shadow = owner.tensor_memory.shadow();
+    Repetition repetition;
+    for (uint32_t c = column; c < column + columns; ++c) {
+        access(shadow[c], actor, static_cast<uint16_t>(mask), "tensor memory", c, &owner, &repetition);
+    }
 }
 
 // -------------------------------------------------------------------------------------- programmatic dependent launch
@@ -629,23 +641,25 @@ void Checker::check_primaries(const Actor& actor, uint16_t bytes, uint64_t addre
 
 void Checker::set_in_flight(Warp& warp, uint32_t offset, InFlight state, uint32_t pc) {
     if (!enabled_) return;
-    warp.in_flight[offset] = {state, pc};
-    warp.registers_in_flight = static_cast<uint32_t>(warp.in_flight.size());
+    if (warp.in_flight.empty()) warp.in_flight.resize(machine_.program.register_bytes / 4 + 1);
+    RegisterInFlight& entry = warp.in_flight[offset / 4];
+    warp.registers_in_flight += entry.state == InFlight::kNone;
+    entry = {state, pc};
 }
 
 void Checker::clear_in_flight(Warp& warp, uint32_t offset) {
-    if (!enabled_) return;
-    warp.in_flight.erase(offset);
-    warp.registers_in_flight = static_cast<uint32_t>(warp.in_flight.size());
+    if (!enabled_ || warp.in_flight.empty()) return;
+    RegisterInFlight& entry = warp.in_flight[offset / 4];
+    warp.registers_in_flight -= entry.state != InFlight::kNone;
+    entry.state = InFlight::kNone;
 }
 
 void Checker::check_in_flight(Warp& warp, const Instruction& instruction) {
     const size_t pc = static_cast<size_t>(&instruction - machine_.program.code.data());
     const InstructionInfo& info = machine_.program.info[pc];
     auto check = [&](uint32_t offset, bool writes) {
-        const auto it = warp.in_flight.find(offset);
-        if (it == warp.in_flight.end()) return;
-        const auto& [state, issued] = it->second;
+        const auto& [state, issued] = warp.in_flight[offset / 4];
+        if (state == InFlight::kNone) return;
         if (!writes && state != InFlight::kWrittenByOperation) return;
         if (!reported_.emplace(static_cast<uint32_t>(pc), issued, writes ? "written" : "read").second) return;
         report(

@@ -69,6 +69,14 @@ struct AsyncAgent {
     uint32_t issuer_singles = 0;  // it alone, what the lanes know of each other
 };
 
+enum class InFlight : uint8_t { kNone, kReadByOperation, kWrittenByOperation };
+
+// Of a register: what an asynchronous operation does with it, and the pc of its issue.
+struct RegisterInFlight {
+    InFlight state = InFlight::kNone;
+    uint32_t pc = 0;
+};
+
 // The global memory that a finished grid has touched.
 struct GridAccesses {
     ShadowPages pages;
@@ -98,9 +106,12 @@ class Checker {
         bool reads_operand = false;  // of tcgen05.mma, in shared memory
     };
     Actor actor(const Warp& warp, uint32_t lane, AccessKind kind) const;
+    static Actor actor(const AsyncAgent& agent, uint32_t lane, AccessKind kind);
     void renew(Actor& actor) const;  // after a release or an acquire of its warp
-    void shared_access(const Actor& actor, Cta& owner, uint32_t offset, uint32_t bytes);
-    void global_access(const Actor& actor, uint64_t address, uint32_t bytes);
+    // repetition: of the same actor's accesses to one kind of memory, if it makes several.
+    void shared_access(const Actor& actor, Cta& owner, uint32_t offset, uint32_t bytes,
+                       Repetition* repetition = nullptr);
+    void global_access(const Actor& actor, uint64_t address, uint32_t bytes, Repetition* repetition = nullptr);
 
     // ---- accesses. `lane`: the one that asks, or kCollective for an access of the warp as a whole (ldmatrix).
     void shared_access(Warp& warp, uint32_t lane, Cta& owner, uint32_t offset, uint32_t bytes, AccessKind kind);
@@ -108,9 +119,9 @@ class Checker {
     void shared_access(const AsyncAgent& agent, uint32_t lane, Cta& owner, uint32_t offset, uint32_t bytes,
                        AccessKind kind);
     void global_access(const AsyncAgent& agent, uint32_t lane, uint64_t address, uint32_t bytes, AccessKind kind);
-    // Of `lanes` lanes of a column of tensor memory; every_second: a product that leaves every second 16 lanes alone.
-    void tensor_access(const AsyncAgent& agent, Cta& owner, uint32_t column, uint32_t first_lane, uint32_t lanes,
-                       AccessKind kind, bool every_second);
+    // Of `lanes` lanes of columns of tensor memory; every_second: a product that leaves every second 16 lanes alone.
+    void tensor_access(const AsyncAgent& agent, Cta& owner, uint32_t column, uint32_t columns, uint32_t first_lane,
+                       uint32_t lanes, AccessKind kind, bool every_second);
     AsyncAgent agent(Warp& issuer, Component stream, uint32_t epoch, bool async_proxy) const;
 
     // ---- order
@@ -144,7 +155,7 @@ class Checker {
     void check_end(const Cta& cta);
 
     // ---- registers that an asynchronous operation still reads or writes (wgmma operands, tcgen05.ld results)
-    enum class InFlight : uint8_t { kNone, kReadByOperation, kWrittenByOperation };
+    using InFlight = ptx_emulator::InFlight;
     void set_in_flight(Warp& warp, uint32_t register_offset, InFlight state, uint32_t pc);
     void clear_in_flight(Warp& warp, uint32_t register_offset);
     // Called by the interpreter for each instruction while a warp has registers in flight.
@@ -161,7 +172,8 @@ class Checker {
     const std::vector<std::string>& reports() const { return reports_; }
 
   private:
-    void access(Granule& granule, const Actor& actor, uint16_t bytes, const char* space, uint64_t address, Cta* owner);
+    void access(Granule& granule, const Actor& actor, uint16_t bytes, const char* space, uint64_t address, Cta* owner,
+                Repetition* repetition);
     void read_access(Granule& granule, const Actor& actor, uint16_t bytes, const char* space, uint64_t address,
                      Cta* owner);
     void write_access(Granule& granule, const Actor& actor, uint16_t bytes, const char* space, uint64_t address,

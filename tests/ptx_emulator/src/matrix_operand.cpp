@@ -156,14 +156,29 @@ std::string MatrixOperand::form() const {
 void MatrixOperand::load(Cta& cta, float* values) const {
     const uint32_t k_count = depth();
     const uint32_t t = 16 / element_size(type);
+    const uint8_t* const shared = cta.shared.async(0);
+    Float8 block[8];  // MN-major elements of 16 bits: 8 k, of 8 rows each
     for_chunks([&](uint32_t offset, uint32_t row, uint32_t k) {
         if (offset + 16 > cta.shared.size()) {
             raise(Fault::kIllegalAddress, "a matrix descriptor reaches shared offset 0x%x, of %u bytes", offset,
                   cta.shared.size());
         }
-        float chunk[16];
-        widen_chunk(type, cta.shared.async(offset), chunk);
         float* to = values + (row - first) * k_count + k;
+        if (t == 8) {
+            const bool bf16 = type == ElementType::kBf16;
+            const Float8 chunk = bf16 ? widen<true>(shared + offset) : widen<false>(shared + offset);
+            if (!mn_major) {
+                std::memcpy(to, &chunk, sizeof chunk);
+                return;
+            }
+            block[k % 8] = chunk;
+            if (k % 8 != 7) return;
+            transpose(block);
+            for (uint32_t e = 0; e < 8; ++e) std::memcpy(to - 7 + e * k_count, &block[e], sizeof block[e]);
+            return;
+        }
+        float chunk[16];
+        widen_chunk(type, shared + offset, chunk);
         if (mn_major) {
             for (uint32_t e = 0; e < t; ++e) to[e * k_count] = chunk[e];
         } else {
@@ -173,40 +188,79 @@ void MatrixOperand::load(Cta& cta, float* values) const {
 }
 
 void MatrixOperand::record(Checker& checker, const AsyncAgent& agent, Cta& cta) const {
+    if (!checker.enabled()) return;
+    const Checker::Actor actor = Checker::actor(agent, kWarpSize, AccessKind::kRead);
+    Repetition repetition;
     for_chunks([&](uint32_t offset, uint32_t, uint32_t) {
         if (offset + 16 > cta.shared.size()) {
             raise(Fault::kIllegalAddress, "a matrix descriptor reaches shared offset 0x%x, of %u bytes", offset,
                   cta.shared.size());
         }
-        checker.shared_access(agent, kWarpSize, cta, offset, 16, AccessKind::kRead);
+        checker.shared_access(actor, cta, offset, 16, &repetition);
     });
 }
 
+namespace {
+
+// 4 rows of 8 kVectors columns at a time, which stay in registers. columns: [k][8 columns side by side]
+template <uint32_t kVectors, uint32_t kDepth>
+void multiply_columns(const float* a, const Float8 (&columns)[kDepth][2], float* d, uint32_t m, uint32_t pitch,
+                      bool accumulate) {
+    constexpr uint32_t kSums = 4 * kVectors;
+    for (uint32_t i = 0; i < m; i += 4) {
+        const float* rows = a + size_t{i} * kDepth;
+        float* to = d + size_t{i} * pitch;
+        auto place = [&](uint32_t e) { return to + size_t{e / kVectors} * pitch + e % kVectors * 8; };
+        Float8 sums[kSums] = {};
+        if (accumulate) {
+#pragma GCC unroll 8
+            for (uint32_t e = 0; e < kSums; ++e) std::memcpy(&sums[e], place(e), sizeof(Float8));
+        }
+        for (uint32_t l = 0; l < kDepth; ++l) {
+#pragma GCC unroll 8
+            for (uint32_t e = 0; e < kSums; ++e) sums[e] += rows[e / kVectors * kDepth + l] * columns[l][e % kVectors];
+        }
+#pragma GCC unroll 8
+        for (uint32_t e = 0; e < kSums; ++e) std::memcpy(place(e), &sums[e], sizeof(Float8));
+    }
+}
+
+template <uint32_t kDepth>
+void multiply_accumulate(const float* a, const float* b, float* d, uint32_t m, uint32_t n, uint32_t pitch,
+                         bool accumulate) {
+    Float8 columns[kDepth][2], block[8];
+    for (uint32_t j = 0; j < n; j += 16) {
+        const uint32_t vectors = n - j >= 16 ? 2 : 1;
+        for (uint32_t v = 0; v < vectors; ++v) {
+            for (uint32_t l = 0; l < kDepth; l += 8) {
+                for (uint32_t column = 0; column < 8; ++column) {
+                    std::memcpy(&block[column], b + size_t{j + 8 * v + column} * kDepth + l, sizeof(Float8));
+                }
+                transpose(block);
+                for (uint32_t e = 0; e < 8; ++e) columns[l + e][v] = block[e];
+            }
+        }
+        if (vectors == 2) {
+            multiply_columns<2>(a, columns, d + j, m, pitch, accumulate);
+        } else {
+            multiply_columns<1>(a, columns, d + j, m, pitch, accumulate);
+        }
+    }
+}
+
+}  // namespace
+
 void multiply_accumulate(const float* a, const float* b, float* d, uint32_t m, uint32_t n, uint32_t k, uint32_t pitch,
                          bool accumulate) {
-    // 8 columns at a time, 4 rows of them in registers. b is transposed so that 8 columns lie side by side; n is a
-    // multiple of 8, k of 8.
-    static thread_local std::vector<Float8> columns;
-    columns.resize(k);
-    for (uint32_t j = 0; j < n; j += 8) {
-        for (uint32_t l = 0; l < k; l += 8) {
-            for (uint32_t column = 0; column < 8; ++column) {
-                std::memcpy(&columns[l + column], b + size_t{j + column} * k + l, sizeof(Float8));
-            }
-            transpose(&columns[l]);
-        }
-        for (uint32_t i = 0; i < m; i += 4) {
-            Float8 sums[4] = {};
-            for (uint32_t row = 0; accumulate && row < 4; ++row) {
-                std::memcpy(&sums[row], d + size_t{i + row} * pitch + j, sizeof(Float8));
-            }
-            for (uint32_t l = 0; l < k; ++l) {
-                for (uint32_t row = 0; row < 4; ++row) sums[row] += a[size_t{i + row} * k + l] * columns[l];
-            }
-            for (uint32_t row = 0; row < 4; ++row) {
-                std::memcpy(d + size_t{i + row} * pitch + j, &sums[row], sizeof(Float8));
-            }
-        }
+    switch (k) {
+        case 8:
+            return multiply_accumulate<8>(a, b, d, m, n, pitch, accumulate);
+        case 16:
+            return multiply_accumulate<16>(a, b, d, m, n, pitch, accumulate);
+        case 32:
+            return multiply_accumulate<32>(a, b, d, m, n, pitch, accumulate);
+        default:
+            raise(Fault::kUnsupported, "a product of depth %u", k);
     }
 }
 

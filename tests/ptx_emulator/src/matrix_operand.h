@@ -61,7 +61,7 @@ struct MatrixOperand {
     void for_chunks(F f) const;
 };
 
-// d[m][n] = a[m][k] b[n][k] (+ d), rows of d `pitch` apart.
+// d[m][n] = a[m][k] b[n][k] (+ d), rows of d `pitch` apart. m is a multiple of 4, n of 8, k is 8, 16 or 32.
 void multiply_accumulate(const float* a, const float* b, float* d, uint32_t m, uint32_t n, uint32_t k, uint32_t pitch,
                          bool accumulate);
 

@@ -51,9 +51,14 @@ void load_pieces(Warp& warp, uint32_t lane, Cta& to, std::vector<BulkPiece> piec
     const MemoryBarrier& barrier = signalled->memory_barriers.at(*signalled, offset);
     const uint64_t phase = barrier.phase;
     const AsyncAgent agent = checker.agent(warp, barrier.stream, static_cast<uint32_t>(phase) + 1, true);
-    for (const BulkPiece& piece : pieces) {
-        if (piece.address) checker.global_access(agent, lane, piece.address, piece.bytes, AccessKind::kRead);
-        checker.shared_access(agent, lane, to, piece.offset, piece.bytes, AccessKind::kWrite);
+    if (checker.enabled()) {
+        const Checker::Actor reader = Checker::actor(agent, lane, AccessKind::kRead);
+        const Checker::Actor writer = Checker::actor(agent, lane, AccessKind::kWrite);
+        Repetition reads, writes;
+        for (const BulkPiece& piece : pieces) {
+            if (piece.address) checker.global_access(reader, piece.address, piece.bytes, &reads);
+            checker.shared_access(writer, to, piece.offset, piece.bytes, &writes);
+        }
     }
     Cta* destination = &to;
     const uint32_t pc = warp.pc();
@@ -99,9 +104,14 @@ void store_pieces(Warp& warp, uint32_t lane, Cta& from, std::vector<BulkPiece> p
     const AccessKind kind = reduction.rounds ? AccessKind::kFloatAdd
                             : reduction      ? AccessKind::kAtomic
                                              : AccessKind::kWrite;
-    for (const BulkPiece& piece : pieces) {
-        checker.shared_access(reader, lane, from, piece.offset, piece.bytes, AccessKind::kRead);
-        if (!repeated) checker.global_access(writer, lane, piece.address, piece.bytes, kind);
+    if (checker.enabled()) {
+        const Checker::Actor from_shared = Checker::actor(reader, lane, AccessKind::kRead);
+        const Checker::Actor to_global = Checker::actor(writer, lane, kind);
+        Repetition reads, writes;
+        for (const BulkPiece& piece : pieces) {
+            checker.shared_access(from_shared, from, piece.offset, piece.bytes, &reads);
+            if (!repeated) checker.global_access(to_global, piece.address, piece.bytes, &writes);
+        }
     }
     Cta* source = &from;
     groups.issued = warp.machine.async.submit(

@@ -33,10 +33,11 @@ Step load_matrix(Warp& warp, const Instruction& i, LaneMask mask) {
     const bool check = checker.enabled();
     const Checker::Actor actor = check ? checker.actor(warp, kCollective, AccessKind::kRead) : Checker::Actor{};
     const uint8_t* rows[32];
+    Repetition repetition;
     for (uint32_t row = 0; row < 8 * count; ++row) {
         const auto address = static_cast<uint32_t>(lane_address(warp, i, i.a, row));
         const MemoryReference from = resolve_shared(warp, address, 16, 16);
-        if (check) checker.shared_access(actor, *from.owner, from.offset, 16);
+        if (check) checker.shared_access(actor, *from.owner, from.offset, 16, &repetition);
         rows[row] = from.data;
     }
     for (uint32_t n = 0; n < count; ++n) {
@@ -100,28 +101,6 @@ void decode_stmatrix(DecodeContext& c) {
     decode_matrix_move(c, false);
 }
 
-// 8 elements of 16 bits that lie in 4 registers side by side.
-template <bool kBf16>
-Float8 widen(const uint32_t* registers) {
-    Half8 bits;
-    std::memcpy(&bits, registers, sizeof bits);
-    Float8 values;
-    if (kBf16) {
-        const Word8 words = __builtin_convertvector(bits, Word8) << 16;
-        std::memcpy(&values, &words, sizeof values);
-    } else {
-#ifdef __F16C__
-        __m128i packed;
-        std::memcpy(&packed, &bits, sizeof packed);
-        const __m256 wide = _mm256_cvtph_ps(packed);
-        std::memcpy(&values, &wide, sizeof values);
-#else
-        for (int e = 0; e < 8; ++e) values[e] = f16_to_float(bits[e]);
-#endif
-    }
-    return values;
-}
-
 // D (16 x 8) = A (16 x K, row) B (K x 8, column) + C, K = 8 or 16, fp32 accumulators.
 // list: 0 D, 1 A, 2 B, 3 C
 template <bool kBf16, int kDepth>
@@ -146,9 +125,13 @@ Step multiply(Warp& warp, const Instruction& i, LaneMask mask) {
     for (int h = 0; h < 2; ++h) {
         const float *even_c = warp.lanes<float>(i.list[3][2 * h]), *odd_c = warp.lanes<float>(i.list[3][2 * h + 1]);
         alignas(64) float even[32], odd[32];
+        Float8 sums[8] = {};
+        for (int k = 0; k < kDepth; ++k) {
+#pragma GCC unroll 8
+            for (int g = 0; g < 8; ++g) sums[g] += a[g + 8 * h][k] * b[k];
+        }
         for (int g = 0; g < 8; ++g) {
-            Float8 sum = {};
-            for (int k = 0; k < kDepth; ++k) sum += a[g + 8 * h][k] * b[k];
+            const Float8 sum = sums[g];
             Float4 c0, c1;
             std::memcpy(&c0, even_c + 4 * g, sizeof c0);
             std::memcpy(&c1, odd_c + 4 * g, sizeof c1);

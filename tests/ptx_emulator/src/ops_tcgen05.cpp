@@ -5,6 +5,7 @@
 // the checker's knowledge alone, too (PTX ISA 9.7.16.6.3): what barriers order is the operations of tensor memory
 // before a fence::before_thread_sync and those behind a fence::after_thread_sync. tcgen05.commit is a fence of the
 // first kind.
+#include <algorithm>
 #include <cstring>
 
 #include "address_operand.h"
@@ -197,9 +198,7 @@ Step deallocate(Warp& warp, const Instruction& i, LaneMask mask) {
     AsyncAgent agent = checker.agent(warp, warp.clock.component, 0, false);
     // It is not asynchronous: what it comes after needs no fence behind the barrier.
     agent.knowledge.tensor.join(agent.knowledge.tensor_released);
-    for (uint32_t column = first; column < first + columns; ++column) {
-        checker.tensor_access(agent, warp.cta, column, 0, kTensorLanes, AccessKind::kWrite, false);
-    }
+    checker.tensor_access(agent, warp.cta, first, columns, 0, kTensorLanes, AccessKind::kWrite, false);
     const auto units = static_cast<uint16_t>(unit_mask(columns) << first / kTensorAllocationUnit);
     memory.allocated &= static_cast<uint16_t>(~units);
     memory.freed |= units;
@@ -285,9 +284,11 @@ void record_access(Warp& warp, const AccessData& data, uint32_t registers, const
     if (!checker.enabled()) return;
     const uint32_t lanes = data.shape == Shape::k32x32b ? 32 : 16;
     const uint32_t half = data.shape == Shape::k16x32bx2 ? registers : data.columns;
-    for (uint32_t column = 0; column < data.columns; ++column) {
-        if (column >= half && column < data.split) continue;
-        checker.tensor_access(agent, warp.cta, base.column + column, base.lane, lanes, kind, false);
+    const uint32_t second = std::max(half, data.split);  // where the second half begins
+    checker.tensor_access(agent, warp.cta, base.column, half, base.lane, lanes, kind, false);
+    if (second < data.columns) {
+        checker.tensor_access(agent, warp.cta, base.column + second, data.columns - second, base.lane, lanes, kind,
+                              false);
     }
 }
 
@@ -299,6 +300,13 @@ Step load(Warp& warp, const Instruction& i, LaneMask mask) {
     access.make_streams(warp);
     const AsyncAgent agent = warp.machine.checker.agent(warp, access.load_stream, access.load_epoch, false);
     record_access(warp, data, i.list_size[0], base, agent, AccessKind::kRead);
+    if (data.shape == Shape::k32x32b) {
+        for (uint32_t lane = 0; lane < kWarpSize; ++lane) {
+            const uint32_t* cells = warp.cta.tensor_memory.at(base.lane + lane, base.column);
+            for (uint32_t r = 0; r < i.list_size[0]; ++r) warp.lanes<uint32_t>(i.list[0][r])[lane] = cells[r];
+        }
+        return Step::kNext;
+    }
     for (uint32_t r = 0; r < i.list_size[0]; ++r) {
         auto* registers = warp.lanes<uint32_t>(i.list[0][r]);
         for (uint32_t lane = 0; lane < kWarpSize; ++lane) {
@@ -326,6 +334,14 @@ Step store(Warp& warp, const Instruction& i, LaneMask mask) {
     access.stores_outstanding = true;
     warp.machine.async.submit(
         access.stores, [cta, base, shape = data.shape, split = data.split, values = std::move(values)] {
+            if (shape == Shape::k32x32b) {
+                for (uint32_t lane = 0; lane < kWarpSize; ++lane) {
+                    uint32_t* cells = cta->tensor_memory.at(base.lane + lane, base.column);
+                    for (uint32_t n = lane; n < values.size(); n += kWarpSize) *cells++ = values[n];
+                }
+                cta->machine.progressed();
+                return;
+            }
             for (uint32_t n = 0; n < values.size(); ++n) {
                 const Cell cell = cell_of(shape, n % kWarpSize, n / kWarpSize, split);
                 *cta->tensor_memory.at(base.lane + cell.lane, base.column + cell.column) = values[n];

@@ -16,6 +16,7 @@
 #include "opcode_table.h"
 #include "tcgen05.h"
 #include "tensor_memory.h"
+#include "vectors.h"
 
 namespace ptx_emulator {
 
@@ -100,7 +101,14 @@ MatrixOperand b_operand(const Product& p) {
 void run_product(Cta* const (&ctas)[2], const Product& p) {
     const Layout layout(*p.data, p.shape);
     const uint32_t depth = 32 / element_size(p.shape.b_type), n = p.shape.n, part = n / p.data->group;
-    std::vector<float> a(size_t{layout.rows} * depth), b(size_t{n} * depth), d(size_t{layout.rows} * n);
+    static thread_local std::vector<float> a, b, d;
+    a.resize(size_t{layout.rows} * depth);
+    b.resize(size_t{n} * depth);
+    const uint32_t* disabled_end = p.disabled + 4 * p.data->group;
+    // Rows side by side in lanes, all of them written: the tensor memory itself is the accumulator.
+    const bool in_place = !layout.sparse_lanes && !layout.folded &&
+                          std::all_of(p.disabled, disabled_end, [](uint32_t lanes) { return lanes == 0; });
+    if (!in_place) d.resize(size_t{layout.rows} * n);
     for (uint32_t c = 0; c < p.data->group; ++c) b_operand(p).load(*ctas[c], &b[size_t{c} * part * depth]);
     if (p.shape.negate_b) std::transform(b.begin(), b.end(), b.begin(), [](float x) { return -x; });
     for (uint32_t c = 0; c < p.data->group; ++c) {
@@ -110,6 +118,14 @@ void run_product(Cta* const (&ctas)[2], const Product& p) {
             const uint32_t size = element_size(p.shape.a_type), per_cell = 4 / size;
             for (uint32_t row = 0; row < layout.rows; ++row) {
                 const uint32_t* cells = memory.at((p.a_tensor >> 16) + layout.lane(row), p.a_tensor & 0xffff);
+                if (size == 2) {
+                    for (uint32_t k = 0; k < depth; k += 8) {
+                        const bool bf16 = p.shape.a_type == ElementType::kBf16;
+                        const Float8 values = bf16 ? widen<true>(cells + k / 2) : widen<false>(cells + k / 2);
+                        std::memcpy(&a[row * depth + k], &values, sizeof values);
+                    }
+                    continue;
+                }
                 for (uint32_t k = 0; k < depth; ++k) {
                     uint8_t bytes[4];
                     const uint32_t bits = cells[k / per_cell] >> (8 * size * (k % per_cell));
@@ -125,6 +141,11 @@ void run_product(Cta* const (&ctas)[2], const Product& p) {
             const uint32_t fold = layout.folded && column >= layout.columns ? 1 : 0;
             return memory.at(layout.lane(row) + 64 * fold, (p.d & 0xffff) + column - fold * layout.columns);
         };
+        if (in_place) {
+            multiply_accumulate(a.data(), b.data(), reinterpret_cast<float*>(cell(0, 0)), layout.rows, n, depth,
+                                kTensorColumns, p.accumulate);
+            continue;
+        }
         if (p.accumulate) {
             for (uint32_t row = 0; row < layout.rows; ++row) {
                 for (uint32_t half = 0; half < (layout.folded ? 2u : 1u); ++half) {
@@ -170,17 +191,13 @@ void check_and_record(Warp& warp, Cta* const (&ctas)[2], const Product& p) {
         if (!checker.enabled()) continue;
         b_operand(p).record(checker, agent, cta);
         if (p.data->a_in_tensor_memory) {
-            for (uint32_t k = 0; k < a_columns; ++k) {
-                checker.tensor_access(agent, cta, (p.a_tensor & 0xffff) + k, 0, kTensorLanes, AccessKind::kRead,
-                                      layout.sparse_lanes);
-            }
+            checker.tensor_access(agent, cta, p.a_tensor & 0xffff, a_columns, 0, kTensorLanes, AccessKind::kRead,
+                                  layout.sparse_lanes);
         } else {
             a_operand(p, layout).record(checker, agent, cta);
         }
-        for (uint32_t column = 0; column < layout.columns; ++column) {
-            checker.tensor_access(agent, cta, d_column + column, 0, kTensorLanes, AccessKind::kWrite,
-                                  layout.sparse_lanes);
-        }
+        checker.tensor_access(agent, cta, d_column, layout.columns, 0, kTensorLanes, AccessKind::kWrite,
+                              layout.sparse_lanes);
     }
 }
 

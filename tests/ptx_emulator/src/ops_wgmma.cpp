@@ -12,6 +12,7 @@
 #include "matrix_operand.h"
 #include "numeric.h"
 #include "opcode_table.h"
+#include "vectors.h"
 #include "warpgroup.h"
 
 namespace ptx_emulator {
@@ -59,7 +60,10 @@ void run_product(Cta& cta, uint32_t first_warp, const WarpgroupProduct& product)
     const Instruction& i = *product.instruction;
     const auto& data = static_cast<const ProductData&>(*i.data);
     const uint32_t depth = 32 / element_size(data.b_type), n = data.n;
-    std::vector<float> a(64 * depth), b(size_t{n} * depth), d(64 * n);
+    static thread_local std::vector<float> a, b, d;
+    a.resize(64 * depth);
+    b.resize(size_t{n} * depth);
+    d.resize(64 * n);
     MatrixOperand{wgmma_descriptor(product.b), data.b_type, data.b_mn_major, 0, n}.load(cta, b.data());
     if (data.a_in_registers) {
         for (uint32_t w = 0; w < kWarpgroupWarps; ++w) {
@@ -70,7 +74,21 @@ void run_product(Cta& cta, uint32_t first_warp, const WarpgroupProduct& product)
     }
     if (data.negate_a) negate(a);
     if (data.negate_b) negate(b);
-    // Accumulator e of a lane, two by two in a register if they are halves.
+    // Calls f(registers of the even columns, of the odd ones, row) for lanes 4g to 4g + 3, which hold 8 columns of it.
+    auto for_rows = [&](auto f) {
+        for (uint32_t w = 0; w < kWarpgroupWarps; ++w) {
+            Warp& warp = *cta.warps[first_warp + w];
+            for (uint32_t column = 0; column < n; column += 8) {
+                for (uint32_t h = 0; h < 2; ++h) {
+                    float* even = warp.lanes<float>(i.list[0][column / 2 + 2 * h]);
+                    float* odd = warp.lanes<float>(i.list[0][column / 2 + 2 * h + 1]);
+                    float* row = &d[size_t{w * kRowsPerWarp + 8 * h} * n + column];
+                    for (uint32_t g = 0; g < 8; ++g) f(even + 4 * g, odd + 4 * g, row + size_t{g} * n);
+                }
+            }
+        }
+    };
+    // Halves: accumulator e of a lane, two by two in a register.
     auto place = [n](uint32_t e, uint32_t lane) {
         return (lane / 4 + 8 * (e / 2 % 2)) * n + 8 * (e / 4) + 2 * (lane % 4) + e % 2;
     };
@@ -80,27 +98,36 @@ void run_product(Cta& cta, uint32_t first_warp, const WarpgroupProduct& product)
             for (uint32_t e = 0; e < n / 2; ++e) f(warp, e, &d[w * kRowsPerWarp * n]);
         }
     };
-    if (product.accumulate) {
+    if (product.accumulate && data.half_accumulators) {
         for_accumulators([&](Warp& warp, uint32_t e, float* rows) {
-            if (data.half_accumulators) {
-                const auto* halves = warp.lanes<uint16_t>(i.list[0][e / 2]) + e % 2;
-                for (uint32_t lane = 0; lane < kWarpSize; ++lane) rows[place(e, lane)] = f16_to_float(halves[2 * lane]);
-            } else {
-                const auto* registers = warp.lanes<float>(i.list[0][e]);
-                for (uint32_t lane = 0; lane < kWarpSize; ++lane) rows[place(e, lane)] = registers[lane];
-            }
+            const auto* halves = warp.lanes<uint16_t>(i.list[0][e / 2]) + e % 2;
+            for (uint32_t lane = 0; lane < kWarpSize; ++lane) rows[place(e, lane)] = f16_to_float(halves[2 * lane]);
+        });
+    } else if (product.accumulate) {
+        for_rows([](const float* even, const float* odd, float* row) {
+            Float4 x, y;
+            std::memcpy(&x, even, sizeof x);
+            std::memcpy(&y, odd, sizeof y);
+            const Float8 columns = __builtin_shufflevector(x, y, 0, 4, 1, 5, 2, 6, 3, 7);
+            std::memcpy(row, &columns, sizeof columns);
         });
     }
     multiply_accumulate(a.data(), b.data(), d.data(), 64, n, depth, n, product.accumulate);
-    for_accumulators([&](Warp& warp, uint32_t e, const float* rows) {
-        if (data.half_accumulators) {
+    if (data.half_accumulators) {
+        for_accumulators([&](Warp& warp, uint32_t e, const float* rows) {
             auto* halves = warp.lanes<uint16_t>(i.list[0][e / 2]) + e % 2;
             for (uint32_t lane = 0; lane < kWarpSize; ++lane) halves[2 * lane] = float_to_f16(rows[place(e, lane)]);
-        } else {
-            auto* registers = warp.lanes<float>(i.list[0][e]);
-            for (uint32_t lane = 0; lane < kWarpSize; ++lane) registers[lane] = rows[place(e, lane)];
-        }
-    });
+        });
+    } else {
+        for_rows([](float* even, float* odd, const float* row) {
+            Float8 columns;
+            std::memcpy(&columns, row, sizeof columns);
+            const Float4 x = __builtin_shufflevector(columns, columns, 0, 2, 4, 6);
+            const Float4 y = __builtin_shufflevector(columns, columns, 1, 3, 5, 7);
+            std::memcpy(even, &x, sizeof x);
+            std::memcpy(odd, &y, sizeof y);
+        });
+    }
     cta.machine.progressed();
 }
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <unordered_map>
 #include <vector>
@@ -96,6 +97,18 @@ class alignas(64) Granule {
         (*this)[i] = (*this)[size_ - 1];
         --size_;
     }
+    bool holds(const AccessRecord* records, uint32_t count) const {
+        if (size_ != count) return false;
+        for (uint32_t i = 0; i < count; ++i) {
+            if (std::memcmp(&(*this)[i], &records[i], sizeof(AccessRecord)) != 0) return false;
+        }
+        return true;
+    }
+    void assign(const AccessRecord* records, uint32_t count, RecordArena& arena) {
+        while (count > kInline + capacity_) grow(arena);
+        size_ = count;
+        for (uint32_t i = 0; i < count; ++i) (*this)[i] = records[i];
+    }
 
   private:
     static constexpr uint32_t kInline = 3;
@@ -112,6 +125,37 @@ class alignas(64) Granule {
     AccessRecord inline_[kInline];
     AccessRecord* more_ = nullptr;
     uint32_t size_ = 0, capacity_ = 0;  // capacity of more_
+};
+
+// What an access has done to the records of a granule. The granules of a tile mostly have the same records, for they
+// are accessed together: then the same access does the same to the next one, and has nothing new to report.
+class Repetition {
+  public:
+    bool matches(const Granule& granule, uint16_t bytes) const {
+        return known_ && bytes == bytes_ && granule.holds(before_, before_size_);
+    }
+    void repeat(Granule& granule, RecordArena& arena) const { granule.assign(after_, after_size_, arena); }
+    void begin(const Granule& granule, uint16_t bytes) {
+        bytes_ = bytes;
+        before_size_ = copy(granule, before_);
+    }
+    void end(const Granule& granule) {
+        after_size_ = copy(granule, after_);
+        known_ = before_size_ <= kMost && after_size_ <= kMost;
+    }
+
+  private:
+    static constexpr uint32_t kMost = 24;
+
+    static uint32_t copy(const Granule& granule, AccessRecord* records) {
+        for (uint32_t i = 0; i < std::min(granule.size(), kMost); ++i) records[i] = granule[i];
+        return granule.size();
+    }
+
+    AccessRecord before_[kMost], after_[kMost];
+    uint32_t before_size_ = 0, after_size_ = 0;
+    uint16_t bytes_ = 0;
+    bool known_ = false;
 };
 
 // Sparse shadow of global memory, by 4 KiB page.

@@ -2,6 +2,9 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
+
+#include "numeric.h"
 
 namespace ptx_emulator {
 
@@ -9,6 +12,28 @@ using Float4 = float __attribute__((vector_size(16)));
 using Float8 = float __attribute__((vector_size(32)));
 using Word8 = uint32_t __attribute__((vector_size(32)));
 using Half8 = uint16_t __attribute__((vector_size(16)));
+
+// 8 elements of 16 bits that lie side by side.
+template <bool kBf16>
+inline Float8 widen(const void* data) {
+    Half8 bits;
+    std::memcpy(&bits, data, sizeof bits);
+    Float8 values;
+    if (kBf16) {
+        const Word8 words = __builtin_convertvector(bits, Word8) << 16;
+        std::memcpy(&values, &words, sizeof values);
+    } else {
+#ifdef __F16C__
+        __m128i packed;
+        std::memcpy(&packed, &bits, sizeof packed);
+        const __m256 wide = _mm256_cvtph_ps(packed);
+        std::memcpy(&values, &wide, sizeof values);
+#else
+        for (int e = 0; e < 8; ++e) values[e] = f16_to_float(bits[e]);
+#endif
+    }
+    return values;
+}
 
 // rows[i][j] becomes rows[j][i].
 inline void transpose(Float8* rows) {

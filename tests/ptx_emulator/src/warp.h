@@ -3,7 +3,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <unordered_map>
 #include <vector>
 
 #include "async_engine.h"
@@ -101,9 +100,9 @@ class Warp {
     BarrierWait barrier_wait;
     CopyState copies;
     WarpClock clock;
-    uint32_t registers_in_flight = 0;  // how many entries of in_flight are set
-    std::unordered_map<uint32_t, std::pair<Checker::InFlight, uint32_t>> in_flight;  // register -> state, pc of issue
-    LaneMask carry = 0;                                                              // CC.CF of add.cc and its kin
+    uint32_t registers_in_flight = 0;         // how many entries of in_flight are set
+    std::vector<RegisterInFlight> in_flight;  // by register offset / 4; empty: none yet
+    LaneMask carry = 0;                       // CC.CF of add.cc and its kin
     ClusterBarrierWait cluster_barrier;
     MemoryBarrierWait memory_barrier_wait;
     BulkState bulk;

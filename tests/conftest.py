@@ -7,6 +7,7 @@ this process. See README.md in this folder.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -251,6 +252,23 @@ def pytest_configure(config: pytest.Config) -> None:
     ):
         config.addinivalue_line("markers", line)
     torch.set_num_threads(1)  # the shapes are small, and several processes may share the cores
+    gc.set_threshold(100_000, 20, 100)  # collecting thousands of tests makes no garbage, but a garbage collector busy
+    _keep_bytecode(config)
+
+
+def _keep_bytecode(config: pytest.Config) -> None:
+    """Where PYTHONDONTWRITEBYTECODE is set, rewriting the assertions of all tests takes each process seconds: let those
+    of one run share a cache in its own temporary folder."""
+    report = config.option.path_report
+    if sys.dont_write_bytecode and sys.pycache_prefix is None and report is not None:
+        sys.dont_write_bytecode = False
+        sys.pycache_prefix = str(FilePath(report).parent / "pycache")
+
+
+def pytest_collection_finish() -> None:
+    """What exists now stays for good: full collections of garbage need not walk through it after every few tests."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

@@ -77,9 +77,11 @@
 //   P[h]     64 h + 0-31  likewise     likewise     likewise          0-31, 96-127     P in pairs, over S    dV
 //   dP[h]    128-255      128-255      128-255      128-255           128-191, 32-95   dP, fp32              ds_full
 //   dS[h]    128-159, 192-223          likewise     128-159, 224-255  128-159, 32-63   dS in pairs, over dP  dK
-//   dV       256-319      256-351      256-383      256-383           192-319          dV                    the end
-//   dK       320-383      352-447      384-511      384-511           320-511          dK                    the end
-//   dQ       384-447      128-223      128-255      160-223           0-191            dQ, lanes are queries dq_empty
+//   dV       256-319      256-383      256-383      256-383           192-319          dV                    the end
+//   dK       320-383      384-511      384-511      384-511           320-511          dK                    the end
+//   dQ       384-447      128-255      128-255      160-223           0-191            dQ, lanes are queries dq_empty
+//
+// With d 96 the last 32 columns of dV, dK and dQ are 0.
 //
 // In a pair M of dQ is 128, 64 queries in each CTA: lanes 64-127 hold the upper half of their columns.
 //

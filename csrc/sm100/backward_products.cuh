@@ -26,10 +26,11 @@ struct BackwardProducts : Shape {
 
     static constexpr uint32_t kSShape = instruction_descriptor<kDataType, kBlockN, kBlockM, false>();
     static constexpr uint32_t kHalfShape = instruction_descriptor<kDataType, kBlockN, kHalf, false>();
-    static constexpr uint32_t kDvShape = instruction_descriptor<kDataType, kBlockN, kHeadDimV, true>();
-    static constexpr uint32_t kDkShape = instruction_descriptor<kDataType, kBlockN, kHeadDim, true>();
+    static constexpr uint32_t kDvShape = instruction_descriptor<kDataType, kBlockN, Shape::kProductColumnsV, true>();
+    static constexpr uint32_t kDkShape = instruction_descriptor<kDataType, kBlockN, Shape::kProductColumns, true>();
     static constexpr uint32_t kAIsMnMajor = 1u << 15;  // PTX ISA 9.7.16.4.2
-    static constexpr uint32_t kDqShape = instruction_descriptor<kDataType, kBlockM, kHeadDim, true>() | kAIsMnMajor;
+    static constexpr uint32_t kDqShape =
+        instruction_descriptor<kDataType, kBlockM, Shape::kProductColumns, true>() | kAIsMnMajor;
 
     // One warp; of a pair, the leader's.
     __device__ __forceinline__ static void run(unsigned char* smem, Control& control) {

@@ -67,6 +67,10 @@ struct BackwardShape {
     static constexpr int kQRows = kBlockM / kCtasOfTile;
     static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;
     static constexpr int kPanelsV = (kHeadDimV + kPanelColumns - 1) / kPanelColumns;
+    // N of dK and dQ, of dV: whole panels, for no public kernel is known to end an MN-major operand inside the
+    // swizzle's pattern. K, Q and dO are zero behind their columns.
+    static constexpr int kProductColumns = kPanels * kPanelColumns;
+    static constexpr int kProductColumnsV = kPanelsV * kPanelColumns;
     static constexpr int kHalfPanels = kIsPair ? kPanels / 2 : 0;  // of the copies by columns
     static constexpr int kHalfPanelsV = kIsPair ? kPanelsV / 2 : 0;
     static constexpr int kKBytes = kPanels * kKeys * kPanelRowBytes;
@@ -112,18 +116,18 @@ struct BackwardShape {
     // Tensor memory, columns. The map stands in backward.cuh.
     static constexpr int kSColumn = 0;
     // Whether dP has its own 128 columns, or has to take what P leaves of S.
-    static constexpr bool kDpIsOverS = 2 * kBlockM + kHeadDim + kHeadDimV > kTensorMemoryColumns;
+    static constexpr bool kDpIsOverS = 2 * kBlockM + kProductColumns + kProductColumnsV > kTensorMemoryColumns;
     static constexpr int kDvColumn = kDpIsOverS ? kBlockM + kHalf : 2 * kBlockM;
-    static constexpr int kDkColumn = kDvColumn + kHeadDimV;
+    static constexpr int kDkColumn = kDvColumn + kProductColumnsV;
     // Where dQ lies: behind everything, over dP, or over dP and S.
-    static constexpr bool kDqIsApart = !kIsPair && kDkColumn + 2 * kHeadDim <= kTensorMemoryColumns;
+    static constexpr bool kDqIsApart = !kIsPair && kDkColumn + 2 * kProductColumns <= kTensorMemoryColumns;
     static constexpr bool kDqIsOverS = kDpIsOverS;
-    static constexpr int kDqColumn = kDqIsApart   ? kDkColumn + kHeadDim
+    static constexpr int kDqColumn = kDqIsApart   ? kDkColumn + kProductColumns
                                      : kDqIsOverS ? 0
                                      : kIsPair    ? kBlockM + kHalf / 2
                                                   : kBlockM;
-    static_assert(kDkColumn + kHeadDim <= kTensorMemoryColumns && !(kIsPair && kDqIsOverS));
-    static_assert(kDqIsApart || kDqColumn + kDqColumns <= kDvColumn);
+    static_assert(kDkColumn + kProductColumns <= kTensorMemoryColumns && !(kIsPair && kDqIsOverS));
+    static_assert(kDqIsApart || kDqColumn + kProductColumns / kCtasOfTile <= kDvColumn);
     static_assert(kStages > 1 || kDqIsOverS, "S of the next block is issued before dK of this one");
     // Of the columns of a warpgroup (half): P over its own part of S, dP, and dS over dP; in a pair dQ lies between dS
     // of the one and of the other.

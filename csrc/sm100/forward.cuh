@@ -57,7 +57,7 @@
 //   0   .. kBlockN / 2     P of buffer 0, 16-bit pairs   softmax, over S    O += P V
 //   128 ..                 S and P of buffer 1           likewise
 //   256 .. 256 + d_v       O of tile 0, fp32             its first product  the correction has loaded it (o_ready)
-//   .. 256 + 2 d_v         O of tile 1                   likewise
+//   .. 256 + 2 d_v         O of tile 1                   likewise; d 96 takes the columns of d 128, the last of them 0
 //
 // Shared memory: Q of the tiles, kStages of K, kVStages of V, in panels of 64 columns (sm90/panel.cuh); rescale,
 // out_scale, barriers, plans.

@@ -17,7 +17,7 @@ namespace flash_ext::sm100 {
 template <class Shape>
 struct ForwardCorrection : Shape {
     using Shape::kRows, Shape::kTiles, Shape::kPlans, Shape::kDataType, Shape::kOutColumns, Shape::kOColumn;
-    using Shape::kSBuffers;
+    using Shape::kSBuffers, Shape::kPvColumns;
     using Shape::kTileRows;
     using typename Shape::Control, typename Shape::Transfer;
     static constexpr int kColumns = 32;  // at a time
@@ -71,7 +71,7 @@ struct ForwardCorrection : Shape {
                         const int buffer = buffer_of(tile);
                         wait(&control.rescale_full[buffer], buffer);
                         wait_products(tile);
-                        rescale(o_tmem + tile * kOutColumns, control.rescale[buffer][thread()]);
+                        rescale(o_tmem + tile * kPvColumns, control.rescale[buffer][thread()]);
                         arrive_ready(buffer);
                     }
                     advance(tile);
@@ -89,7 +89,7 @@ struct ForwardCorrection : Shape {
                 }
                 const int row = tile * kTileRows + Transfer::rank() * kRows + thread();
                 if (row >= plan.output.rows_used) scale = -1.f;
-                write_row(arguments.params, plan, row, o_tmem + tile * kOutColumns, scale, has_blocks);
+                write_row(arguments.params, plan, row, o_tmem + tile * kPvColumns, scale, has_blocks);
                 if (has_blocks) {
                     ptx::tcgen05_fence_before_thread_sync();
                     arrive_ready(buffer_of(tile));

@@ -18,12 +18,12 @@ struct ForwardProducts : Shape {
     using Shape::kDataType, Shape::kBlockN, Shape::kRows, Shape::kTiles, Shape::kPlans, Shape::kStages, Shape::kVStages;
     using Shape::kKOffset, Shape::kVOffset, Shape::kSColumn, Shape::kSPitch, Shape::kOColumn, Shape::kPHead;
     using Shape::kKParts, Shape::kVParts, Shape::kVPartRows, Shape::kSRing;
-    using Shape::kQkSteps, Shape::kPvSteps, Shape::kOutColumns, Shape::kQBytes, Shape::kKBytes, Shape::kVBytes;
+    using Shape::kQkSteps, Shape::kPvSteps, Shape::kPvColumns, Shape::kQBytes, Shape::kKBytes, Shape::kVBytes;
     using Shape::kTileRows, Shape::kKRows, Shape::kCtasOfTile, Shape::kIsPair;
     using typename Shape::Control, typename Shape::Transfer;
 
     static constexpr uint32_t kQkShape = instruction_descriptor<kDataType, kTileRows, kBlockN, false>();
-    static constexpr uint32_t kPvShape = instruction_descriptor<kDataType, kTileRows, kOutColumns, true>();
+    static constexpr uint32_t kPvShape = instruction_descriptor<kDataType, kTileRows, kPvColumns, true>();
 
     // A block whose S has been issued and whose P V has not.
     struct Pending {
@@ -72,7 +72,7 @@ struct ForwardProducts : Shape {
             constexpr int kPartSteps = kPvSteps / kVParts, kHeadSteps = kPHead / 16;
             constexpr int kSegments = kVParts == 1 ? 2 : kVParts;
             static_assert(kVParts == 1 || kHeadSteps % kPartSteps == 0);
-            const uint32_t o_tmem = kOColumn + tile * kOutColumns;
+            const uint32_t o_tmem = kOColumn + tile * kPvColumns;
             const uint32_t p_tmem = kSColumn + block.buffer * kSPitch;
             wait(&control.o_ready[block.buffer], block.phase);
 #pragma unroll

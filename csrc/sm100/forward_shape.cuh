@@ -84,6 +84,9 @@ struct ForwardShape {
     static constexpr int kKBytes = kPanels / kKParts * kKRows * kPanelRowBytes;  // of a part
     static constexpr int kVBytes = kPanelsV * kVPartRows * kPanelRowBytes;
     static_assert(kPanels % kKParts == 0 && kVPartRows % 16 == 0);
+    // N of P V: whole panels, for no public kernel is known to end an MN-major operand inside the swizzle's pattern. V
+    // is zero behind its columns.
+    static constexpr int kPvColumns = kPanelsV * kPanelColumns * kCtasOfTile;
     static constexpr int kKOffset = kTiles * kQBytes;
     static constexpr int kVOffset = kKOffset + kStages * kKBytes;
     static constexpr int kControlOffset = kVOffset + kVStages * kVBytes;
@@ -115,7 +118,7 @@ struct ForwardShape {
     static constexpr int kSColumn = 0;   // of buffer 0; P, packed in pairs, lies over the first half of S
     static constexpr int kSPitch = 128;  // from buffer to buffer
     static constexpr int kOColumn = kSBuffers * kSPitch;
-    static_assert(kBlockN <= kSPitch && kOColumn + kTiles * kHeadDimV <= kTensorMemoryColumns);
+    static_assert(kBlockN <= kSPitch && kOColumn + kTiles * kPvColumns <= kTensorMemoryColumns);
 
     // P is handed over in two parts, so that its product begins under the last exponentials.
     static constexpr int kPHead = kBlockN / 4 * 3 / 32 * 32;

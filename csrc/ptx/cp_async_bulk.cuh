@@ -5,7 +5,7 @@
 
 namespace flash_ext::ptx {
 
-// PTX ISA 9.7.9.25.5.2 (cp.reduce.async.bulk, .add.f32). Adds `bytes` (a multiple of 16) of shared memory to global
+// PTX ISA 9.7.9.25.4.2 (cp.reduce.async.bulk, .add.f32). Adds `bytes` (a multiple of 16) of shared memory to global
 // memory, in this thread's bulk group. cache_hint: a policy of createpolicy.
 __device__ __forceinline__ void cp_reduce_async_bulk_add_f32(float* address, uint32_t source_smem, uint32_t bytes,
                                                              uint64_t cache_hint) {
@@ -15,7 +15,7 @@ __device__ __forceinline__ void cp_reduce_async_bulk_add_f32(float* address, uin
         : "memory");
 }
 
-// PTX ISA 9.7.9.25.3 (cp.async.bulk.wait_group). At most kPending of this thread's groups of bulk copies are not
+// PTX ISA 9.7.9.27.2.2 (cp.async.bulk.wait_group). At most kPending of this thread's groups of bulk copies are not
 // complete: what the others wrote is in place. (With .read, which cute has, their sources alone are free.)
 template <int kPending>
 __device__ __forceinline__ void cp_async_bulk_wait_group() {

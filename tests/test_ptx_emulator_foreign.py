@@ -29,6 +29,7 @@ pytestmark = [
 KNOWN_REPORTS = (
     r"no fence\.mbarrier_init or fence\.proxy\.async has made|write by .* tcgen05\.dealloc|after tcgen05\.dealloc"
     r"|ends with tensor core operations outstanding: tcgen05\.commit"
+    r"|tcgen05\.commit signals CTA rank \d+, which has ended"
 )
 # Example 77 uses what tcgen05.ld has loaded and overwrites the tensor memory, without tcgen05.wait::ld between (PTX ISA
 # 9.7.16.6.4.5: a register dependency does not order the accesses), and lets other warps read what tcgen05.st stores

@@ -329,9 +329,13 @@ Step commit(Warp& warp, const Instruction& i, LaneMask mask) {
             [signalled = std::move(signalled), offset = at.offset, past, &warp, pc = warp.pc()] {
                 for (Cta* owner : signalled) {
                     if (!owner->live_threads()) {  // known-good kernels do so at their end
-                        if (!warp.machine.checker.enabled()) continue;
-                        raise(Fault::kIllegalInstruction, "tcgen05.commit signals CTA rank %u, which has ended",
-                              owner->rank);
+                        const std::string by = format("CTA rank %u warp %u at %s", warp.cta.rank, warp.index,
+                                                      warp.program.where(pc).c_str());
+                        warp.machine.checker.report_once(
+                            pc, pc,
+                            format("hazard: tcgen05.commit signals CTA rank %u, which has ended\n  by %s", owner->rank,
+                                   by.c_str()));
+                        continue;
                     }
                     MemoryBarriers& barriers = owner->memory_barriers;
                     warp.machine.checker.check_arrival(warp, past.knowledge, pc, barriers.at(*owner, offset), offset);

@@ -124,6 +124,7 @@ def pytest_cmdline_main(config: pytest.Config) -> Generator[None, Any, Any]:
     given = getattr(config, "workerinput", None)
     if given is not None:  # a process of pytest-xdist, which has the environment of its controller
         option.path_here, option.seed = given["flash_ext_path"], given["flash_ext_seed"]
+        option.path_report = given["flash_ext_report"]  # its folder: the worker itself reports to its controller
         return (yield)
     if option.seed is None:
         option.seed = random.SystemRandom().randrange(2**32)
@@ -373,6 +374,7 @@ def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
 def pytest_configure_node(node: Any) -> None:
     node.workerinput["flash_ext_path"] = node.config.option.path_here
     node.workerinput["flash_ext_seed"] = node.config.option.seed
+    node.workerinput["flash_ext_report"] = node.config.option.path_report
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -162,10 +162,10 @@ def _typeless_descriptor(number: str) -> str:
 
 def _calls(kernel: dict[str, Any]) -> list[dict[str, Any]]:
     """Small calls that reach a kernel and together take each of its loops: full, causal, windowed, with more than two
-    blocks of keys and of queries; tiles of which some warps see no key; more tiles for a persistent CTA than its rings
-    have places; maxima that grow by enough for O to be rescaled where that is done seldom; sequences that end inside of
-    a block; key tiles that have no CTA, for lengths that do not ascend; and what only the variant of the kernel can
-    do."""
+    blocks of keys and of queries, and with one of keys; tiles of which some warps see no key; more tiles for a
+    persistent CTA than its rings have places; maxima that grow by enough for O to be rescaled where that is done
+    seldom; sequences that end inside of a block; key tiles that have no CTA, for lengths that do not ascend; and what
+    only the variant of the kernel can do."""
     rows, keys = kernel["block_m"] + 5, 3 * kernel["block_n"] + 9
     calls: list[dict[str, Any]] = [
         {"rows": rows, "keys": keys},
@@ -184,6 +184,7 @@ def _calls(kernel: dict[str, Any]) -> list[dict[str, Any]]:
         calls += [
             {**many, "keys": kernel["block_m"] - kernel["block_m"] // 2 + 6, "causal": True},
             {**many, "keys": kernel["block_m"] // 2 - 6, "causal": True},
+            {**many, "keys": kernel["block_n"] - 6},
             {**many, "keys": 2 * kernel["block_n"], "window_size": (0, 0)},
             {**many, "keys": kernel["block_m"] + kernel["block_n"] + 12, "window_size": (40, 50)},
             {**many, "rows": 2 * kernel["block_m"], "keys": 2 * kernel["block_m"] - 70, "causal": True},

@@ -536,6 +536,17 @@ void Checker::shared_access(const Actor& actor, Cta& owner, uint32_t offset, uin
     });
 }
 
+void Checker::shared_reads(const Actor& actor, Cta& owner, const std::vector<uint32_t>& offsets) {
+    constexpr size_t kAhead = 8;  // granules; their records in the arena half of that
+    Granule* const shadow = owner.shared_shadow.data();
+    Repetition repetition;
+    for (size_t i = 0; i < offsets.size(); ++i) {
+        if (i + kAhead < offsets.size()) __builtin_prefetch(&shadow[offsets[i + kAhead] / kGranuleBytes]);
+        if (i + kAhead / 2 < offsets.size()) shadow[offsets[i + kAhead / 2] / kGranuleBytes].prefetch_more();
+        access(shadow[offsets[i] / kGranuleBytes], actor, 0xffff, "shared", offsets[i], &owner, &repetition);
+    }
+}
+
 void Checker::global_access(const Actor& actor, uint64_t address, uint32_t bytes, Repetition* repetition) {
     for_granules(address, bytes, [&](uint64_t, uint16_t mask, uint64_t at) {
         access(global_.at(at), actor, mask, "global", at, nullptr, repetition);

@@ -112,6 +112,8 @@ class Checker {
     void shared_access(const Actor& actor, Cta& owner, uint32_t offset, uint32_t bytes,
                        Repetition* repetition = nullptr);
     void global_access(const Actor& actor, uint64_t address, uint32_t bytes, Repetition* repetition = nullptr);
+    // Reads of 16 bytes at each of these offsets. The records are more than the caches hold: they are fetched ahead.
+    void shared_reads(const Actor& actor, Cta& owner, const std::vector<uint32_t>& offsets);
 
     // ---- accesses. `lane`: the one that asks, or kCollective for an access of the warp as a whole (ldmatrix).
     void shared_access(Warp& warp, uint32_t lane, Cta& owner, uint32_t offset, uint32_t bytes, AccessKind kind);

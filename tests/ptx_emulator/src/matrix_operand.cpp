@@ -189,15 +189,16 @@ void MatrixOperand::load(Cta& cta, float* values) const {
 
 void MatrixOperand::record(Checker& checker, const AsyncAgent& agent, Cta& cta) const {
     if (!checker.enabled()) return;
-    const Checker::Actor actor = Checker::actor(agent, kWarpSize, AccessKind::kRead);
-    Repetition repetition;
+    static thread_local std::vector<uint32_t> offsets;
+    offsets.clear();
     for_chunks([&](uint32_t offset, uint32_t, uint32_t) {
         if (offset + 16 > cta.shared.size()) {
             raise(Fault::kIllegalAddress, "a matrix descriptor reaches shared offset 0x%x, of %u bytes", offset,
                   cta.shared.size());
         }
-        checker.shared_access(actor, cta, offset, 16, &repetition);
+        offsets.push_back(offset);
     });
+    checker.shared_reads(Checker::actor(agent, kWarpSize, AccessKind::kRead), cta, offsets);
 }
 
 namespace {

@@ -99,20 +99,30 @@ class alignas(64) Granule {
     }
     bool holds(const AccessRecord* records, uint32_t count) const {
         if (size_ != count) return false;
-        for (uint32_t i = 0; i < count; ++i) {
-            if (std::memcmp(&(*this)[i], &records[i], sizeof(AccessRecord)) != 0) return false;
-        }
-        return true;
+        const uint32_t near = std::min(count, kInline);
+        return same(inline_, records, near) && (count == near || same(more_, records + near, count - near));
     }
-    void assign(const AccessRecord* records, uint32_t count, RecordArena& arena) {
+    // Those from the first-th on: the ones before are what they were.
+    void assign(const AccessRecord* records, uint32_t first, uint32_t count, RecordArena& arena) {
         while (count > kInline + capacity_) grow(arena);
         size_ = count;
-        for (uint32_t i = 0; i < count; ++i) (*this)[i] = records[i];
+        for (uint32_t i = first; i < count; ++i) (*this)[i] = records[i];
     }
+    void prefetch_more() const { __builtin_prefetch(more_); }
 
   private:
     static constexpr uint32_t kInline = 3;
 
+    static bool same(const AccessRecord* a, const AccessRecord* b, uint32_t count) {
+        uint64_t difference = 0;
+        for (uint32_t i = 0; i < count; ++i) {
+            uint64_t x[2], y[2];
+            std::memcpy(x, &a[i], sizeof x);
+            std::memcpy(y, &b[i], sizeof y);
+            difference |= (x[0] ^ y[0]) | (x[1] ^ y[1]);
+        }
+        return difference == 0;
+    }
     void grow(RecordArena& arena) {
         const uint32_t log2_count = capacity_ ? static_cast<uint32_t>(__builtin_ctz(capacity_)) + 1 : 1;
         AccessRecord* records = arena.take(log2_count);
@@ -134,7 +144,7 @@ class Repetition {
     bool matches(const Granule& granule, uint16_t bytes) const {
         return known_ && bytes == bytes_ && granule.holds(before_, before_size_);
     }
-    void repeat(Granule& granule, RecordArena& arena) const { granule.assign(after_, after_size_, arena); }
+    void repeat(Granule& granule, RecordArena& arena) const { granule.assign(after_, kept_, after_size_, arena); }
     void begin(const Granule& granule, uint16_t bytes) {
         bytes_ = bytes;
         before_size_ = copy(granule, before_);
@@ -142,6 +152,10 @@ class Repetition {
     void end(const Granule& granule) {
         after_size_ = copy(granule, after_);
         known_ = before_size_ <= kMost && after_size_ <= kMost;
+        if (!known_) return;
+        kept_ = 0;
+        const uint32_t common = std::min(before_size_, after_size_);
+        while (kept_ < common && std::memcmp(&before_[kept_], &after_[kept_], sizeof(AccessRecord)) == 0) ++kept_;
     }
 
   private:
@@ -154,6 +168,7 @@ class Repetition {
 
     AccessRecord before_[kMost], after_[kMost];
     uint32_t before_size_ = 0, after_size_ = 0;
+    uint32_t kept_ = 0;  // records that are the same before and after
     uint16_t bytes_ = 0;
     bool known_ = false;
 };

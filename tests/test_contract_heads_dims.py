@@ -12,7 +12,10 @@ from helpers.tables import for_cases, native_head_dims
 # Every step of 8, so every remainder of every tile's head dim.
 HEAD_DIMS = range(8, 257, 8)
 # Native pairs, pairs that run on a larger tile, and v wider than q.
-PAIRS = [(192, 128), (64, 128), (128, 64), (8, 256), (256, 8), (72, 40), (96, 160), (184, 120), (200, 128), (40, 72)]
+PAIRS = [
+    *((192, 128), (64, 128), (128, 64), (8, 256), (256, 8), (72, 40)),
+    *((96, 160), (184, 120), (200, 128), (40, 72), (96, 64), (64, 96)),
+]
 GROUPS = [(1, 1), (2, 1), (3, 1), (3, 3), (4, 2), (6, 3), (5, 1), (8, 1), (12, 4), (7, 7), (16, 2), (71, 1)]
 
 

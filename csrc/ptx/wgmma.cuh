@@ -23,6 +23,8 @@ namespace flash_ext::ptx {
     "+f"(d[8 * i]), "+f"(d[8 * i + 1]), "+f"(d[8 * i + 2]), "+f"(d[8 * i + 3]), "+f"(d[8 * i + 4]), \
         "+f"(d[8 * i + 5]), "+f"(d[8 * i + 6]), "+f"(d[8 * i + 7])
 
+#define FLASH_EXT_D_N48 FLASH_EXT_D0 ", " FLASH_EXT_D1 ", " FLASH_EXT_D2
+#define FLASH_EXT_OPERANDS_N48 FLASH_EXT_OPERANDS(0), FLASH_EXT_OPERANDS(1), FLASH_EXT_OPERANDS(2)
 #define FLASH_EXT_D_N80 FLASH_EXT_D0 ", " FLASH_EXT_D1 ", " FLASH_EXT_D2 ", " FLASH_EXT_D3 ", " FLASH_EXT_D4
 #define FLASH_EXT_OPERANDS_N80 \
     FLASH_EXT_OPERANDS(0), FLASH_EXT_OPERANDS(1), FLASH_EXT_OPERANDS(2), FLASH_EXT_OPERANDS(3), FLASH_EXT_OPERANDS(4)
@@ -53,17 +55,18 @@ namespace flash_ext::ptx {
         FLASH_EXT_OPERANDS(5), FLASH_EXT_OPERANDS(6), FLASH_EXT_OPERANDS(7), FLASH_EXT_OPERANDS(8),                    \
         FLASH_EXT_OPERANDS(9), FLASH_EXT_OPERANDS(10)
 
-// r0 is the number of the first operand behind the accumulators (N / 2), r1 the next, and so on.
-#define FLASH_EXT_WGMMA_SS(n, type, r0, r1, r2)                                                        \
+// r0 is the number of the first operand behind the accumulators (N / 2), r1 the next, and so on; b_is_mn: "1" if b is
+// MN-major.
+#define FLASH_EXT_WGMMA_SS(n, type, b_is_mn, r0, r1, r2)                                               \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #r2                                              \
                  ", 0;\n"                                                                              \
                  "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" FLASH_EXT_D_N##n \
-                 "}, %" #r0 ", %" #r1 ", p, 1, 1, 0, 0;\n}\n"                                          \
+                 "}, %" #r0 ", %" #r1 ", p, 1, 1, 0, " b_is_mn ";\n}\n"                                \
                  : FLASH_EXT_OPERANDS_N##n                                                             \
                  : "l"(a), "l"(b), "r"(accumulate))
-#define FLASH_EXT_WGMMA_SS_N(n, r0, r1, r2)                                                         \
-    if constexpr (kN == n && kType == DataType::kFloat16) FLASH_EXT_WGMMA_SS(n, "f16", r0, r1, r2); \
-    if constexpr (kN == n && kType == DataType::kBFloat16) FLASH_EXT_WGMMA_SS(n, "bf16", r0, r1, r2)
+#define FLASH_EXT_WGMMA_SS_N(n, b_is_mn, r0, r1, r2)                                                         \
+    if constexpr (kN == n && kType == DataType::kFloat16) FLASH_EXT_WGMMA_SS(n, "f16", b_is_mn, r0, r1, r2); \
+    if constexpr (kN == n && kType == DataType::kBFloat16) FLASH_EXT_WGMMA_SS(n, "bf16", b_is_mn, r0, r1, r2)
 
 // PTX ISA 9.7.15.5 (wgmma.mma_async). d (64 x kN, fp32) = a (64 x 16) * b (kN x 16)^T, plus d if accumulate is not 0.
 // a and b are shared-memory descriptors, both K-major. Asynchronous: wgmma.fence before, commit_group and wait_group
@@ -71,11 +74,18 @@ namespace flash_ext::ptx {
 template <DataType kType, int kN>
 __device__ __forceinline__ void wgmma_m64k16_ss(float (&d)[kN / 2], uint64_t a, uint64_t b, int32_t accumulate) {
     static_assert(kN == 80 || kN == 112 || kN == 144 || kN == 160 || kN == 176);
-    FLASH_EXT_WGMMA_SS_N(80, 40, 41, 42);
-    FLASH_EXT_WGMMA_SS_N(112, 56, 57, 58);
-    FLASH_EXT_WGMMA_SS_N(144, 72, 73, 74);
-    FLASH_EXT_WGMMA_SS_N(160, 80, 81, 82);
-    FLASH_EXT_WGMMA_SS_N(176, 88, 89, 90);
+    FLASH_EXT_WGMMA_SS_N(80, "0", 40, 41, 42);
+    FLASH_EXT_WGMMA_SS_N(112, "0", 56, 57, 58);
+    FLASH_EXT_WGMMA_SS_N(144, "0", 72, 73, 74);
+    FLASH_EXT_WGMMA_SS_N(160, "0", 80, 81, 82);
+    FLASH_EXT_WGMMA_SS_N(176, "0", 88, 89, 90);
+}
+
+// The same with b MN-major (16 x kN, rows of kN values): d = a * b.
+template <DataType kType, int kN>
+__device__ __forceinline__ void wgmma_m64k16_ss_k_mn(float (&d)[kN / 2], uint64_t a, uint64_t b, int32_t accumulate) {
+    static_assert(kN == 48);
+    FLASH_EXT_WGMMA_SS_N(48, "1", 24, 25, 26);
 }
 
 #undef FLASH_EXT_D0
@@ -90,6 +100,8 @@ __device__ __forceinline__ void wgmma_m64k16_ss(float (&d)[kN / 2], uint64_t a, 
 #undef FLASH_EXT_D9
 #undef FLASH_EXT_D10
 #undef FLASH_EXT_OPERANDS
+#undef FLASH_EXT_D_N48
+#undef FLASH_EXT_OPERANDS_N48
 #undef FLASH_EXT_D_N80
 #undef FLASH_EXT_OPERANDS_N80
 #undef FLASH_EXT_D_N112

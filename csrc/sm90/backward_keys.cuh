@@ -25,7 +25,8 @@
 // and writes at step m + 1 the buffer of m - 1 only after all have come to it at step m.
 //
 // Shared memory: K, V, kStages x (Q, dO), 2 x dS (rows are queries), dQ (fp32), kStages x (lse, delta), barriers; tiles
-// in panels of 64 columns (panel.cuh).
+// in panels of 64 columns (panel.cuh). At d 96 the panels of K hold columns 0 to 63 and 48 to 111: 48 for each part of
+// dQ. There V goes on to registers, which halves what dP reads of shared memory.
 #pragma once
 
 #include <stdint.h>
@@ -36,6 +37,7 @@
 #include <cute/arch/mma_sm90_gmma.hpp>
 
 #include "ptx/cp_async_bulk.cuh"
+#include "ptx/ldmatrix.cuh"
 #include "sm90/backward_producer.cuh"
 #include "sm90/backward_scores.cuh"
 #include "sm90/backward_shape.cuh"
@@ -51,10 +53,11 @@ struct BackwardKeys : BackwardScores<Shape> {
     using Shape::kBlockM, Shape::kBlockN, Shape::kStages, Shape::kRows, Shape::kDataType, Shape::kHeadDim;
     using Shape::kDsBuffers, Shape::kWarpgroups, Shape::kProducerRegisters, Shape::kConsumerRegisters;
     using Shape::kHeadDimV, Shape::kIsRich, Shape::kDqByRows, Shape::kDqColumns, Shape::kDqPartBytes;
+    using Shape::kKeyPanelStep, Shape::kVInRegisters;
     using Shape::kTermsOffset, Shape::kTermsBytes, Shape::kQBytes, Shape::kDoutBytes, Shape::kDsBytes;
     using Shape::kVOffset, Shape::kQOffset, Shape::kDoutOffset, Shape::kDsOffset, Shape::kDqOffset;
     using typename Shape::Control, typename Shape::ScoreFragment, typename Shape::PackedFragment;
-    using typename Shape::DkFragment, typename Shape::DvFragment, typename Shape::DqFragment;
+    using typename Shape::DkFragment, typename Shape::DvFragment, typename Shape::DqFragment, typename Shape::VFragment;
 
     __device__ __forceinline__ static void run_warpgroup(const BackwardArguments& arguments, unsigned char* smem,
                                                          Control& control, int warpgroup, int thread) {
@@ -93,7 +96,7 @@ struct BackwardKeys : BackwardScores<Shape> {
         const uint64_t ds_rows =
             panel_descriptor(smem_address + kDsOffset + (kDqByRows ? warpgroup * kRows * kPanelRowBytes : 0), 0);
         const uint64_t k_columns = panel_descriptor(
-            smem_address + dq_column / kPanelColumns * kBlockN * kPanelRowBytes + dq_column % kPanelColumns * 2,
+            smem_address + dq_column / kKeyPanelStep * kBlockN * kPanelRowBytes + dq_column % kKeyPanelStep * 2,
             kBlockN * kPanelRowBytes);
 
         DkFragment dk_frag;
@@ -101,6 +104,7 @@ struct BackwardKeys : BackwardScores<Shape> {
         ScoreFragment s_frag, dp_frag;
         DqFragment dq_frag;
         PackedFragment p_frag, ds_frag;
+        VFragment v_frag;
         uint32_t number = 0;  // of the step: all rings turn with it, and a counter is what takes fewest registers
 #pragma unroll
         for (int i = 0; i < kHeadDim / 2; ++i) dk_frag[i] = 0.f;
@@ -112,11 +116,16 @@ struct BackwardKeys : BackwardScores<Shape> {
         const auto phase = [&] { return number / kStages & 1; };
         const auto issue_s = [&] {
             Barrier::wait(&control.q_full[stage()], phase());
-            Scores::template issue_scores<kHeadDim>(s_frag, k_rows, q_rows + stage() * (kQBytes >> 4));
+            Scores::template issue_scores<kHeadDim, kKeyPanelStep>(s_frag, k_rows, q_rows + stage() * (kQBytes >> 4));
         };
         const auto issue_dp = [&] {
             Barrier::wait(&control.dout_full[stage()], phase());
-            Scores::template issue_scores<kHeadDimV>(dp_frag, v_rows, dout_rows + stage() * (kDoutBytes >> 4));
+            const uint64_t dout_stage = dout_rows + stage() * (kDoutBytes >> 4);
+            if constexpr (kVInRegisters) {
+                Scores::template issue_scores<kHeadDimV>(dp_frag, v_frag, dout_stage);
+            } else {
+                Scores::template issue_scores<kHeadDimV>(dp_frag, v_rows, dout_stage);
+            }
         };
         const auto issue_dq = [&] {
             const uint64_t ds_buffer = ds_rows + number % kDsBuffers * (kDsBytes >> 4);
@@ -203,12 +212,24 @@ struct BackwardKeys : BackwardScores<Shape> {
         if (walk.left > 0) {
             Barrier::wait(&control.k_full, 0);
             Barrier::wait(&control.v_full, 0);
+            if constexpr (kVInRegisters) load_v(v_frag, smem_address, row - lane / 4, lane);
 #pragma unroll 1
             for (; walk.left > 0; walk.advance()) step(walk.head, walk.block, walk.is_masked());
         }
         Scores::write_gradient(place, dk_frag, attention.softmax_scale, arguments.params.dk, attention.head_dim);
         Scores::write_gradient(place, dv_frag, kIsRich ? arguments.dropout_scale : 1.f, arguments.params.dv,
                                attention.head_dim_v);
+    }
+
+    // One warp: its 16 rows of V to registers.
+    __device__ __forceinline__ static void load_v(VFragment& v_frag, uint32_t smem_address, int first_row, int lane) {
+        constexpr int kPanelSteps = kPanelColumns / 16;
+#pragma unroll
+        for (int step = 0; step < kHeadDimV / 16; ++step) {
+            ptx::ldmatrix_x4(reinterpret_cast<uint32_t (&)[4]>(v_frag[4 * step]),
+                             smem_address + kVOffset + step / kPanelSteps * kBlockN * kPanelRowBytes +
+                                 swizzled_chunk(first_row + lane % 16, step % kPanelSteps * 2 + lane / 16));
+        }
     }
 
     // One thread: adds a warpgroup's part of every dQ to the scratch.

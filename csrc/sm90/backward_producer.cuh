@@ -19,16 +19,16 @@ namespace flash_ext::sm90 {
 template <class Shape>
 struct BackwardProducer : Shape {
     using Shape::kBlockM, Shape::kBlockN, Shape::kStages, Shape::kDoutStages, Shape::kTurns;
-    using Shape::kPanels, Shape::kPanelsV, Shape::kQBytes, Shape::kDoutBytes, Shape::kTermsBytes;
+    using Shape::kPanels, Shape::kPanelsV, Shape::kQBytes, Shape::kDoutBytes, Shape::kTermsBytes, Shape::kKeyPanelStep;
     using Shape::kVOffset, Shape::kQOffset, Shape::kDoutOffset, Shape::kTermsOffset;
     using typename Shape::Control;
 
     // Not kept in a register: the producer has few.
     __device__ __forceinline__ static int lane() { return ptx::tid_x() % 32; }
 
-    // One thread: starts the copies of kTileRows rows into shared memory. Those of Q and dO shall stay in the L2 cache
-    // for the other key tiles; K and V are read once.
-    template <int kTileRows, int kTilePanels, cute::TMA::CacheHintSm90 kCacheHint>
+    // One thread: starts the copies of kTileRows rows into shared memory, into panels that begin kPanelStep columns
+    // apart. Those of Q and dO shall stay in the L2 cache for the other key tiles; K and V are read once.
+    template <int kTileRows, int kTilePanels, int kPanelStep, cute::TMA::CacheHintSm90 kCacheHint>
     __device__ __forceinline__ static void load(const TensorMap& tensor, uint64_t* barrier, unsigned char* tile_smem,
                                                 int row, int head, int batch) {
         constexpr auto kHint = static_cast<uint64_t>(kCacheHint);
@@ -41,8 +41,8 @@ struct BackwardProducer : Shape {
 #pragma unroll
             for (int panel = 0; panel < kTilePanels; ++panel) {
                 cute::SM90_TMA_LOAD_4D::copy(&tensor.map, barrier, kHint,
-                                             tile_smem + (panel * kTileRows + i) * kPanelRowBytes,
-                                             panel * kPanelColumns, row, head_coordinate, batch_coordinate);
+                                             tile_smem + (panel * kTileRows + i) * kPanelRowBytes, panel * kPanelStep,
+                                             row, head_coordinate, batch_coordinate);
             }
         }
     }
@@ -61,7 +61,7 @@ struct BackwardProducer : Shape {
     }
 
     // One warp. A tile with a tail of garbage lands at a barrier of its own and is handed on with zeros there.
-    template <int kTileRows, int kTilePanels, cute::TMA::CacheHintSm90 kCacheHint>
+    template <int kTileRows, int kTilePanels, cute::TMA::CacheHintSm90 kCacheHint, int kPanelStep = kPanelColumns>
     __device__ __forceinline__ static void load_clean(const TensorMap& tensor, uint64_t* full, Control& control,
                                                       uint32_t& landed_phase, unsigned char* tile_smem, int row,
                                                       int head, int batch, int rows, bool tail_is_garbage) {
@@ -69,7 +69,7 @@ struct BackwardProducer : Shape {
         uint64_t* const barrier = has_garbage ? &control.landed : full;
         if (lane() == 0) {
             TransactionBarrier::arrive_and_expect_tx(barrier, kTilePanels * kTileRows * kPanelRowBytes);
-            load<kTileRows, kTilePanels, kCacheHint>(tensor, barrier, tile_smem, row, head, batch);
+            load<kTileRows, kTilePanels, kPanelStep, kCacheHint>(tensor, barrier, tile_smem, row, head, batch);
         }
         if (has_garbage) {
             Barrier::wait(&control.landed, landed_phase);
@@ -89,9 +89,9 @@ struct BackwardProducer : Shape {
         uint32_t landed_phase = 0;
         ProducerWalk walk(arguments, work);
         if (walk.left <= 0) return;
-        load_clean<kBlockN, kPanels, kOnce>(arguments.k, &control.k_full, control, landed_phase, smem,
-                                            work.keys_start + work.begin, work.head_k, work.batch, work.rows_used,
-                                            arguments.key_tail_is_garbage);
+        load_clean<kBlockN, kPanels, kOnce, kKeyPanelStep>(arguments.k, &control.k_full, control, landed_phase, smem,
+                                                           work.keys_start + work.begin, work.head_k, work.batch,
+                                                           work.rows_used, arguments.key_tail_is_garbage);
 #pragma unroll 1
         for (; walk.left > 0; walk.advance(work)) {
             const uint32_t number = work.steps - walk.left;  // of the step

@@ -31,15 +31,30 @@ struct BackwardScores : Shape {
         int lane;
     };
 
-    // S or dP: 64 keys (rows of K or V) times all queries of a block (rows of Q or dO), over kColumns. Asynchronous.
-    template <int kColumns>
+    // S or dP: 64 keys (rows of K or V, whose panels begin kPanelStep columns apart) times all queries of a block (rows
+    // of Q or dO), over kColumns. Asynchronous.
+    template <int kColumns, int kPanelStep = kPanelColumns>
     __device__ __forceinline__ static void issue_scores(ScoreFragment& scores, uint64_t keys, uint64_t queries) {
         fence_operand(scores);
         cute::warpgroup_arrive();
 #pragma unroll
         for (int step = 0; step < kColumns / 16; ++step) {
-            multiply_ss<kDataType, kBlockM>(scores, keys + column_step(step, kBlockN),
+            multiply_ss<kDataType, kBlockM>(scores, keys + column_step(step, kBlockN, kPanelStep),
                                             queries + column_step(step, kBlockM), step > 0);
+        }
+        cute::warpgroup_commit_batch();
+    }
+
+    // The same with the 64 keys in registers.
+    template <int kColumns>
+    __device__ __forceinline__ static void issue_scores(ScoreFragment& scores, uint32_t (&keys)[kColumns / 4],
+                                                        uint64_t queries) {
+        fence_operand(scores);
+        fence_operand(keys);
+        cute::warpgroup_arrive();
+#pragma unroll
+        for (int step = 0; step < kColumns / 16; ++step) {
+            multiply_rs_k<kDataType, kBlockM>(scores, keys + 4 * step, queries + column_step(step, kBlockM), step > 0);
         }
         cute::warpgroup_commit_batch();
     }

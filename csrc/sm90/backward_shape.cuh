@@ -12,14 +12,15 @@ namespace flash_ext::sm90 {
 
 // The tile's keys in csrc/kernels.toml.
 struct BackwardTile {
-    int block_m;          // query rows
-    int block_n;          // key rows
-    int stages;           // buffers of Q and, without dout_stages, of dO
-    int warps;            // per CTA: 4 producer warps, 4 per consumer warpgroup
-    int roles = 0;        // 1: a warpgroup each for dV, dK and dQ (backward_roles.cuh), else 64 keys each
-    int dout_stages = 0;  // roles: buffers of dO
-    int dq_slice = 0;     // roles: columns of dQ that are computed at once
-    int dq_buffers = 0;   // roles: of 64 columns of dQ on their way to the scratch, 2 or more
+    int block_m;             // query rows
+    int block_n;             // key rows
+    int stages;              // buffers of Q and, without dout_stages, of dO
+    int warps;               // per CTA: 4 producer warps, 4 per consumer warpgroup
+    int roles = 0;           // 1: a warpgroup each for dV, dK and dQ (backward_roles.cuh), else 64 keys each
+    int dout_stages = 0;     // roles: buffers of dO
+    int dq_slice = 0;        // roles: columns of dQ that are computed at once
+    int dq_buffers = 0;      // roles: of 64 columns of dQ on their way to the scratch, 2 or more
+    int v_in_registers = 0;  // not roles; 1: dP has V from registers
 };
 
 // What both designs have.
@@ -83,12 +84,17 @@ struct BackwardShape : BackwardTiles<kType, kHeadDim_, kHeadDimV_, kTile, kRich>
     using Tiles::kBlockM, Tiles::kBlockN, Tiles::kHeadDim, Tiles::kRows, Tiles::kWarpgroups, Tiles::kThreads;
     using Tiles::kStages, Tiles::kDoutStages, Tiles::kTermsBytes, Tiles::kConsumerWarps;
     static_assert(kBlockN == kRows * kWarpgroups);
+    static constexpr bool kVInRegisters = kTile.v_in_registers != 0;
 
     // dQ of a block is shared out among the warpgroups: by rows where there are 64 for each, else by columns.
     static constexpr bool kDqByRows = kBlockM == kRows * kWarpgroups;
     static constexpr int kDqColumns = kDqByRows ? kHeadDim : kHeadDim / kWarpgroups;
-    static_assert(kDqByRows ||
-                  (kBlockM == kRows && (kDqColumns % kPanelColumns == 0 || kPanelColumns % kDqColumns == 0)));
+    static_assert(kDqByRows || kBlockM == kRows);
+    // Columns from a panel of K to the next. A product that begins inside a panel cannot go on into the next one: where
+    // parts of dQ would, a panel begins with each part, and panels overlap.
+    static constexpr int kKeyPanelStep =
+        kDqByRows || kDqColumns % kPanelColumns == 0 || kPanelColumns % kDqColumns == 0 ? kPanelColumns : kDqColumns;
+    static_assert(kKeyPanelStep % 16 == 0 && kKeyPanelStep <= kPanelColumns);
     static constexpr int kDqPartBytes = kRows * kDqColumns * 4;  // of one warpgroup
     static constexpr int kTurns = kWarpgroups;                   // a key tile's additions to a query tile
     static constexpr bool kSpreads = false;
@@ -116,6 +122,7 @@ struct BackwardShape : BackwardTiles<kType, kHeadDim_, kHeadDimV_, kTile, kRich>
     static constexpr int64_t kSharedMemory = kControlOffset + sizeof(Control);
 
     using DqFragment = float[kDqColumns / 2];
+    using VFragment = uint32_t[kVInRegisters ? kHeadDimV_ / 4 : 1];  // 64 keys as an A operand
 
     __device__ __forceinline__ static void init_barriers(Control& control) {
         init_load_barriers(control, kConsumerWarps, kConsumerWarps);
@@ -133,8 +140,10 @@ struct BackwardRolesShape : BackwardTiles<kType, kHeadDim_, kHeadDimV_, kTile, k
     using Tiles::kBlockM, Tiles::kBlockN, Tiles::kHeadDim, Tiles::kHeadDimV, Tiles::kRows, Tiles::kWarpgroups;
     using Tiles::kStages, Tiles::kDoutStages, Tiles::kDsBuffers, Tiles::kTermsBytes;
     static_assert(kWarpgroups == 3 && kBlockM == kRows && kBlockN == kRows && kStages > 1);
+    static_assert(kTile.v_in_registers == 0);
 
-    static constexpr int kDqColumns = kHeadDim;      // in one part of the scratch
+    static constexpr int kDqColumns = kHeadDim;  // in one part of the scratch
+    static constexpr int kKeyPanelStep = kPanelColumns;
     static constexpr int kDqSlice = kTile.dq_slice;  // of a product
     static constexpr int kDqBuffers = kTile.dq_buffers;
     static constexpr int kDqBufferColumns = 64;

@@ -18,10 +18,10 @@ __device__ __forceinline__ int swizzled_chunk(int row, int chunk) {
 }
 
 // What to add to a K-major operand's descriptor for the `step`-th 16 columns; `rows` is the height of the tile's
-// panels.
-__device__ constexpr uint64_t column_step(int step, int rows) {
-    constexpr int kSteps = kPanelColumns / 16;
-    return static_cast<uint64_t>(step / kSteps * rows * kPanelRowBytes + step % kSteps * 32) >> 4;
+// panels, which begin `panel_step` columns apart.
+__device__ constexpr uint64_t column_step(int step, int rows, int panel_step = kPanelColumns) {
+    const int steps = panel_step / 16;
+    return static_cast<uint64_t>(step / steps * rows * kPanelRowBytes + step % steps * 32) >> 4;
 }
 
 // What to add to an MN-major operand's descriptor for the `step`-th 16 rows.

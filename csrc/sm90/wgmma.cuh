@@ -15,8 +15,8 @@
 namespace flash_ext::sm90 {
 
 // cute's instruction for D of 64 x kN: Ss has both operands in shared memory, both K-major; SsMn likewise, both
-// MN-major; SsKMn likewise, B alone MN-major; Rs has A in registers and B MN-major. None where cute's base header has
-// no such N.
+// MN-major; SsKMn likewise, B alone MN-major; Rs has A in registers and B MN-major, RsK B K-major. None where cute's
+// base header has no such N.
 template <DataType kType, int kN>
 struct CuteWgmma {
     static constexpr bool kExists = false;
@@ -33,6 +33,8 @@ struct CuteWgmma {
             cute::SM90::GMMA::MMA_64x##n##x16_##name##_SS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::MN>;  \
         using Rs =                                                                                                   \
             cute::SM90::GMMA::MMA_64x##n##x16_##name##_RS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::MN>;  \
+        using RsK =                                                                                                  \
+            cute::SM90::GMMA::MMA_64x##n##x16_##name##_RS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;   \
     };
 #define FLASH_EXT_CUTE_WGMMA_TYPES(n)            \
     FLASH_EXT_CUTE_WGMMA(n, kFloat16, F32F16F16) \
@@ -72,11 +74,14 @@ __device__ __forceinline__ void multiply_ss_mn(float (&d)[kN / 2], uint64_t a, u
 // d (64 x kN) = a (64 x 16) b (16 x kN, rows of kN values), or += with accumulate. Asynchronous.
 template <DataType kType, int kN>
 __device__ __forceinline__ void multiply_ss_k_mn(float (&d)[kN / 2], uint64_t a, uint64_t b, bool accumulate) {
-    static_assert(CuteWgmma<kType, kN>::kExists);
-    const auto scale = accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero;
-    [&]<size_t... kIndex>(std::index_sequence<kIndex...>) {
-        CuteWgmma<kType, kN>::SsKMn::fma(a, b, d[kIndex]..., scale);
-    }(std::make_index_sequence<kN / 2>{});
+    if constexpr (CuteWgmma<kType, kN>::kExists) {
+        const auto scale = accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero;
+        [&]<size_t... kIndex>(std::index_sequence<kIndex...>) {
+            CuteWgmma<kType, kN>::SsKMn::fma(a, b, d[kIndex]..., scale);
+        }(std::make_index_sequence<kN / 2>{});
+    } else {
+        ptx::wgmma_m64k16_ss_k_mn<kType, kN>(d, a, b, accumulate);
+    }
 }
 
 // d (64 x kN) = a (64 x 16, packed pairs in registers) b (16 x kN, rows of kN values), or += with accumulate.
@@ -87,6 +92,16 @@ __device__ __forceinline__ void multiply_rs(float (&d)[kN / 2], const uint32_t* 
     const auto scale = accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero;
     [&]<size_t... kIndex>(std::index_sequence<kIndex...>) {
         CuteWgmma<kType, kN>::Rs::fma(a[0], a[1], a[2], a[3], b, d[kIndex]..., scale);
+    }(std::make_index_sequence<kN / 2>{});
+}
+
+// d (64 x kN) = a (64 x 16, packed pairs in registers) b^T (kN x 16, K-major), or += with accumulate. Asynchronous.
+template <DataType kType, int kN>
+__device__ __forceinline__ void multiply_rs_k(float (&d)[kN / 2], const uint32_t* a, uint64_t b, bool accumulate) {
+    static_assert(CuteWgmma<kType, kN>::kExists);
+    const auto scale = accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero;
+    [&]<size_t... kIndex>(std::index_sequence<kIndex...>) {
+        CuteWgmma<kType, kN>::RsK::fma(a[0], a[1], a[2], a[3], b, d[kIndex]..., scale);
     }(std::make_index_sequence<kN / 2>{});
 }
 

@@ -5,7 +5,8 @@
 
 Each environment holds the wheel, torch, and what the tests need; no compiler is on PATH while the wheel is installed
 and tried, and nothing of this checkout is importable but the tests and what they read. pip takes its settings (an
-index, a cache) from the user's environment as always: torch's default Linux builds are some gigabytes each.
+index, a cache) from the user's environment as always: torch's default Linux builds are some gigabytes each. So does
+pytest: on a busy machine PYTEST_ADDOPTS=--timeout=900 and PYTEST_XDIST_AUTO_NUM_WORKERS=1 help.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@
 Ways: the CUDA toolkit is PyPI's (this machine's is hidden), this machine's, this machine's without any network, or
 there is none and no kernels are built (FLASH_EXT_PATHS=none). Each is tried from a clean clone of this checkout's
 commit and from its source distribution, unpacked without git. This machine must have g++, git and a CUDA toolkit; torch
-is that of the Python that runs this. A compiler cache serves all builds but the first.
+is that of the Python that runs this. A compiler cache serves all builds but the first; --source names another checkout,
+for instance one with a commit that leaves a few kernels in csrc/kernels.toml.
 """
 
 from __future__ import annotations

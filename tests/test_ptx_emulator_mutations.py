@@ -53,6 +53,17 @@ def test_each_removal_in_the_copy_pipeline_is_noticed(schedule: str) -> None:
     ]
 
 
+def test_a_kernel_that_is_not_there_is_refused() -> None:
+    """A name that was mistyped is no kernel without a finding."""
+    folder = emulated_library_dir("sm80")
+    if folder is None:
+        pytest.skip("libflash_ext_sm80.so is not linked with the emulator")
+    command = [sys.executable, "-m", "tests.ptx_emulator.mutate", "--path", "sm80", "--library-dir", str(folder)]
+    run = subprocess.run([*command, "--kernel", "sm80_forward"], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert run.returncode == 2
+    assert "--kernel is 'sm80_forward'; " in run.stderr
+
+
 # Whose unnoticed removals redundant_synchronization.toml lists.
 MUTATED = (("sm80", "forward"), ("sm80", "backward"), ("sm90", "forward"))
 

@@ -204,7 +204,8 @@ def _tiles_without_keys(kernel: dict[str, Any]) -> dict[str, Any]:
     which it only hands blocks back, the CTA's first among them, to tiles in which it hands one back before its own."""
     block_m, block_n = kernel["block_m"], kernel["block_n"]
     shift = block_m // block_n * block_n - block_m - 64
-    return {"heads": 3, "rows": 2 * block_m, "keys": 2 * block_m + shift - 6, "window_size": (40, 6), "sm_margin": 1}
+    keys = max(2 * block_m + shift - 6, 6)  # tiles with more keys than rows are of one warpgroup, which skips no block
+    return {"heads": 3, "rows": 2 * block_m, "keys": keys, "window_size": (40, 6), "sm_margin": 1}
 
 
 def _prepare(kernel: dict[str, Any], call: dict[str, Any]) -> Callable[[], list[Tensor]]:
@@ -459,9 +460,11 @@ def main() -> int:
     failures: list[str] = []
     helpers = True  # once
     done: dict[str, Report] = {}
-    for kernel in flash_ext.kernels():
-        if kernel["path"] != arguments.path or (arguments.kernel and kernel["name"] not in arguments.kernel):
-            continue
+    kernels = {kernel["name"]: kernel for kernel in flash_ext.kernels() if kernel["path"] == arguments.path}
+    for name in arguments.kernel or kernels:
+        if name not in kernels:
+            parser.error(f"--kernel is {name!r}; {folder} has {', '.join(kernels)}")
+    for kernel in [kernels[name] for name in arguments.kernel or kernels]:
         reports = mutate(
             library, kernel, helpers and kernel["direction"] == "backward", done, partial(print, flush=True)
         )

@@ -199,6 +199,15 @@ def test_pair_needs_the_cluster_barrier(kernels: UnitKernels, schedule: str) -> 
     assert re.search("hazard: race on shared|is not allocated|no initialised mbarrier", str(error))
 
 
+def test_pair_must_know_of_both_allocations(kernels: UnitKernels, schedule: str) -> None:
+    """The leader's product writes the other CTA's tensor memory at the address of its own, which says nothing of it."""
+    out = np.zeros((2, 128, 64), np.float32)
+    error = error_of(
+        kernels, "pair_product", 2, 128, np.zeros((256, 16), np.int16), np.zeros((64, 16), np.int16), out, 256, 2
+    )
+    assert re.search("hazard: race on tensor memory address 0x[0-9a-f]+ of CTA rank 1", str(error))
+
+
 @pytest.mark.parametrize("sm_count", [2, 4])
 def test_clusters_take_over_others(kernels: UnitKernels, schedule: str, sm_count: int) -> None:
     """clusterlaunchcontrol: the resident clusters do the work of all, each piece once; a response in both CTAs."""

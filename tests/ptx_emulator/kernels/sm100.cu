@@ -305,7 +305,8 @@ __global__ void tensor_shapes(uint32_t* out) {
 }
 
 // D (m x 64) = A (m x 16) B^T (64 x 16) by a pair of CTAs, m 128 or 256: each CTA has half of the rows of A and of B.
-// out (2, 128 lanes, columns): the tensor memory of both. skip 1: the cluster barrier before the product.
+// out (2, 128 lanes, columns): the tensor memory of both. skip 1: the cluster barrier before the product; 2: the CTAs
+// allocate behind it, so that the product may come before the other CTA's allocation.
 __global__ void __cluster_dims__(2, 1, 1)
     pair_product(const __nv_bfloat16* a, const __nv_bfloat16* b, float* out, int m, int skip) {
     __shared__ __align__(128) __nv_bfloat16 a_smem[128 * 16], b_smem[32 * 16];
@@ -315,12 +316,14 @@ __global__ void __cluster_dims__(2, 1, 1)
     const int t = threadIdx.x, rows = m / 2, columns = m == 256 ? 64 : 32;
     for (int i = t; i < rows * 16; i += 128) a_smem[i % 16 / 8 * 1024 + i / 16 * 8 + i % 8] = a[rank * rows * 16 + i];
     for (int i = t; i < 32 * 16; i += 128) b_smem[i % 16 / 8 * 256 + i / 16 * 8 + i % 8] = b[rank * 32 * 16 + i];
-    if (t < 32) {
+    const auto allocate = [&] {
+        if (t >= 32) return;
         asm volatile(
             "tcgen05.alloc.cta_group::2.sync.aligned.shared::cta.b32 [%0], 64;" ::"r"(shared_address(&address_storage))
             : "memory");
         asm volatile("tcgen05.relinquish_alloc_permit.cta_group::2.sync.aligned;");
-    }
+    };
+    if (skip != 2) allocate();
     if (t == 0) {
         barrier_init(done, 1);
         barrier_fence();
@@ -330,6 +333,10 @@ __global__ void __cluster_dims__(2, 1, 1)
     if (skip != 1) {
         cluster_arrive();
         cluster_wait();
+    }
+    if (skip == 2) {
+        allocate();
+        __syncthreads();
     }
     const uint32_t d = address_storage;
     if (rank == 0 && t == 0) {

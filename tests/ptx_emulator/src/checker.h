@@ -124,6 +124,8 @@ class Checker {
     // Of `lanes` lanes of columns of tensor memory; every_second: a product that leaves every second 16 lanes alone.
     void tensor_access(const AsyncAgent& agent, Cta& owner, uint32_t column, uint32_t columns, uint32_t first_lane,
                        uint32_t lanes, AccessKind kind, bool every_second);
+    // Which comes before every access of these columns of the warp's CTA.
+    void tensor_allocation(const Warp& warp, uint32_t column, uint32_t columns);
     AsyncAgent agent(Warp& issuer, Component stream, uint32_t epoch, bool async_proxy) const;
 
     // ---- order

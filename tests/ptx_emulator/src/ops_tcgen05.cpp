@@ -157,6 +157,7 @@ Step allocate(Warp& warp, const Instruction& i, LaneMask mask) {
     memory.allocated |= found;
     memory.latest_allocation = columns;
     const auto address = static_cast<uint32_t>(__builtin_ctz(found)) * kTensorAllocationUnit;
+    warp.machine.checker.tensor_allocation(warp, address, columns);
     const auto& data = static_cast<const AllocationData&>(*i.data);
     const MemoryReference to = resolve_shared(warp, data.destination.shared_at(warp, first_lane(mask)), 4, 4);
     warp.machine.checker.shared_access(warp, kWarpSize, *to.owner, to.offset, 4, AccessKind::kWrite);

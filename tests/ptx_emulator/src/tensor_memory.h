@@ -37,6 +37,7 @@ class TensorMemory {
     uint16_t freed = 0;                           // units that have been allocated before
     uint32_t latest_allocation = kTensorColumns;  // columns; later ones must not be larger
     bool relinquished = false;
+    AccessRecord allocations[kTensorColumns / kTensorAllocationUnit] = {};  // the latest of each unit
 
   private:
     // The first unit of these columns that is not in a mask, or -1.

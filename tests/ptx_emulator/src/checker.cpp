@@ -608,23 +608,26 @@ void Checker::tensor_access(const AsyncAgent& agent, Cta& owner, uint32_t column
     const Actor actor{&agent.knowledge, record_of(agent, kWarpSize, kind), agent.issuer, false, true};
     const uint32_t slices = (1u << lanes / kTensorSlice) - 1;
     const uint32_t mask = slices << first_lane / kTensorSlice & (every_second ? 0x55u : 0xffu);
-    // Another warp has to know of the allocation, from the address or from a barrier; of the other CTA of a pair, too,
-    // whose columns a product writes at the address of its own.
-    Actor user = actor;
-    user.on_tensor_memory = false;
-    for (uint32_t unit = column / kTensorAllocationUnit; unit * kTensorAllocationUnit < column + columns; ++unit) {
-        const AccessRecord& allocation = owner.tensor_memory.allocations[unit];
-        const char* missing = "";
-        const WarpClock& clock = agent.issuer->clock;
-        const bool own = allocation.component == clock.component || allocation.component == clock.singles;
-        if (!own && !ordered(user, allocation, &missing)) {
-            race(user, allocation, "tensor memory", unit * kTensorAllocationUnit, missing, &owner);
-        }
-    }
+    if (machine_.options.strict) allocated_before(actor, owner, column, columns);
     std::vector<Granule>& shadow = owner.tensor_memory.shadow();
     Repetition repetition;
     for (uint32_t c = column; c < column + columns; ++c) {
         access(shadow[c], actor, static_cast<uint16_t>(mask), "tensor memory", c, &owner, &repetition);
+    }
+}
+
+// Another warp has to know of the allocation, from the address or from a barrier; of the other CTA of a pair, too,
+// whose columns a product writes at the address of its own.
+void Checker::allocated_before(Actor user, Cta& owner, uint32_t column, uint32_t columns) {
+    user.on_tensor_memory = false;
+    const WarpClock& clock = user.warp->clock;
+    for (uint32_t unit = column / kTensorAllocationUnit; unit * kTensorAllocationUnit < column + columns; ++unit) {
+        const AccessRecord& allocation = owner.tensor_memory.allocations[unit];
+        const char* missing = "";
+        const bool own = allocation.component == clock.component || allocation.component == clock.singles;
+        if (!own && !ordered(user, allocation, &missing)) {
+            race(user, allocation, "tensor memory", unit * kTensorAllocationUnit, missing, &owner);
+        }
     }
 }
 

@@ -176,6 +176,7 @@ class Checker {
     const std::vector<std::string>& reports() const { return reports_; }
 
   private:
+    void allocated_before(Actor user, Cta& owner, uint32_t column, uint32_t columns);
     void access(Granule& granule, const Actor& actor, uint16_t bytes, const char* space, uint64_t address, Cta* owner,
                 Repetition* repetition);
     void read_access(Granule& granule, const Actor& actor, uint16_t bytes, const char* space, uint64_t address,

@@ -122,29 +122,38 @@ __global__ void __launch_bounds__(kThreads)
         reinterpret_cast<float*>(arguments.scratch.row_terms + tile.number * arguments.shape.block_m);
 
     float dsink = 0.f;
-    for (int base = 0; base < rows; base += rows_per_pass) {  // uniform: lanes_sum needs the whole warp
-        const int row = base + threadIdx.x / lanes;
-        float sum = 0.f;
-        if (row < rows && lane_in_row * 8 < attention.head_dim_v) {
-            const uint4 x =
-                *reinterpret_cast<const uint4*>(out + row * attention.out.stride_row * 2 + lane_in_row * 16);
-            const uint4 y = *reinterpret_cast<const uint4*>(dout + row * params.dout.stride_row * 2 + lane_in_row * 16);
-            sum = dot_pair(x.x, y.x, attention.dtype) + dot_pair(x.y, y.y, attention.dtype) +
-                  dot_pair(x.z, y.z, attention.dtype) + dot_pair(x.w, y.w, attention.dtype);
+    constexpr int kAtOnce = 2;  // rows of a thread whose loads are under way together
+    for (int base = 0; base < rows; base += kAtOnce * rows_per_pass) {  // uniform: lanes_sum needs the whole warp
+        uint4 x[kAtOnce], y[kAtOnce];
+        float lse[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            const int row = base + i * rows_per_pass + threadIdx.x / lanes;
+            x[i] = y[i] = uint4{};
+            if (row >= rows) continue;
+            lse[i] = attention.lse[first_row + row];
+            if (lane_in_row * 8 >= attention.head_dim_v) continue;
+            x[i] = *reinterpret_cast<const uint4*>(out + row * attention.out.stride_row * 2 + lane_in_row * 16);
+            y[i] = *reinterpret_cast<const uint4*>(dout + row * params.dout.stride_row * 2 + lane_in_row * 16);
         }
-        sum = lanes_sum(sum, lanes);
-        if (row < rows && lane_in_row == 0) {
-            const float lse = attention.lse[first_row + row];
-            const bool is_empty = lse == minus_infinity();  // no key and no sink: the gradient of lse is ignored
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            const int row = base + i * rows_per_pass + threadIdx.x / lanes;
+            const float sum =
+                lanes_sum(dot_pair(x[i].x, y[i].x, attention.dtype) + dot_pair(x[i].y, y[i].y, attention.dtype) +
+                              dot_pair(x[i].z, y[i].z, attention.dtype) + dot_pair(x[i].w, y[i].w, attention.dtype),
+                          lanes);
+            if (row >= rows || lane_in_row != 0) continue;
+            const bool is_empty = lse[i] == minus_infinity();  // no key and no sink: the gradient of lse is ignored
             const float delta = is_empty ? 0.f : sum - (dlse == nullptr ? 0.f : dlse[row * params.dlse_stride_row]);
-            const float2 terms{is_empty ? -minus_infinity() : lse * kLog2E, delta};
+            const float2 terms{is_empty ? -minus_infinity() : lse[i] * kLog2E, delta};
             if (tiled) {
                 tile_terms[row] = terms.x;
                 tile_terms[arguments.shape.block_m + row] = terms.y;
             } else {
                 arguments.scratch.row_terms[first_row + row] = terms;
             }
-            if (has_sink && !is_empty) dsink -= exp2f((sink - lse) * kLog2E) * delta;
+            if (has_sink && !is_empty) dsink -= exp2f((sink - lse[i]) * kLog2E) * delta;
         }
     }
     // dq of this tile's rows; of slack too, it costs nothing more.
@@ -156,9 +165,14 @@ __global__ void __launch_bounds__(kThreads)
         }
         const int elements = arguments.shape.block_m * arguments.shape.tile_columns;
         float* dq = arguments.scratch.dq + tile.number * elements;
-        for (int i = threadIdx.x * 4; i < elements; i += kThreads * 4) {
-            *reinterpret_cast<float4*>(dq + i) = float4{0.f, 0.f, 0.f, 0.f};
+        const bool every_turn = arguments.scratch.turns != nullptr && arguments.scratch.turns[tile.number] != 0;
+        if (!arguments.scratch.stores_first || every_turn) {
+            for (int i = threadIdx.x * 4; i < elements; i += kThreads * 4) {
+                *reinterpret_cast<float4*>(dq + i) = float4{0.f, 0.f, 0.f, 0.f};
+            }
         }
+        const int parts = arguments.scratch.states == nullptr ? 0 : arguments.shape.parts();
+        if (threadIdx.x < parts) arguments.scratch.states[tile.number * parts + threadIdx.x] = kUntouched;
     }
     const int chunks = tiled ? 0 : attention.head_dim / 4;
     for (int i = threadIdx.x; i < all_rows * chunks; i += kThreads) {
@@ -228,6 +242,13 @@ __global__ void __launch_bounds__(kThreads)
     const int first = tile.rows.sequence.start + tile.rows.begin;
     char* dq = static_cast<char*>(params.dq.data) + row_offset(params.dq, tile.batch, first, tile.head) * 2;
     const float* sums = arguments.scratch.dq + tile.number * shape.block_m * shape.tile_columns;
+    // Where no key saw any of the rows nobody has stored: all parts are stored or none.
+    bool has_sums = true;
+    if (arguments.scratch.stores_first) {
+        has_sums = arguments.scratch.states != nullptr
+                       ? arguments.scratch.states[tile.number * shape.parts()] == kStored
+                       : arguments.scratch.turns[tile.number] != 0;
+    }
     // A thread takes 8 columns of rows `row` and `row + 8`, which a quad held; its neighbours take the next columns.
     const int groups = attention.head_dim / 8;
     for (int i = threadIdx.x; i < shape.block_m / 2 * groups; i += kThreads) {
@@ -236,8 +257,8 @@ __global__ void __launch_bounds__(kThreads)
         const float* part =
             sums + part_row * shape.tile_columns + column / shape.part_columns * 64 * shape.part_columns;
         const float4* lanes = reinterpret_cast<const float4*>(part) + column % shape.part_columns / 8 * 128 + quad * 4;
-        float4 values[4];
-        if (row < rows_used) {
+        float4 values[4] = {};
+        if (row < rows_used && has_sums) {
 #pragma unroll
             for (int lane = 0; lane < 4; ++lane) values[lane] = lanes[lane];
         }
@@ -320,7 +341,6 @@ constexpr int kTurnsPerThread = 8;
 // start, for the rows are wrong anyway, and nobody may wait for ever.
 __global__ void __launch_bounds__(kThreads)
     backward_first_turns_kernel(const __grid_constant__ HelperArguments arguments) {
-    constexpr int32_t kEveryTurn = 1 << 30;
     const ForwardParams& attention = arguments.params.attention;
     const int32_t total = attention.seqlen_k;
     int is_descending = 0;
@@ -348,7 +368,7 @@ cudaError_t launch(const void* kernel, dim3 grid, HelperArguments& arguments, cu
 
 // Cuts the workspace; with base 0 it only counts.
 struct ScratchLayout {
-    int64_t dq, row_terms, dsinks, ticket, turns, size;
+    int64_t dq, row_terms, dsinks, ticket, turns, states, size;
 };
 
 ScratchLayout scratch_layout(const BackwardParams& params, const ScratchShape& shape) {
@@ -369,6 +389,7 @@ ScratchLayout scratch_layout(const BackwardParams& params, const ScratchShape& s
     // turns right behind the ticket: one memset serves both.
     layout.ticket = take(attention.deterministic ? 256 + tiles * 4 : 0);
     layout.turns = layout.ticket + 256;
+    layout.states = take(shape.stores_first && !attention.deterministic ? tiles * shape.parts() * 4 : 0);
     return layout;
 }
 
@@ -387,12 +408,15 @@ BackwardScratch backward_scratch(const BackwardParams& params, const ScratchShap
     const ScratchLayout layout = scratch_layout(params, shape);
     char* base = static_cast<char*>(workspace);
     BackwardScratch scratch{};
+    scratch.stores_first = shape.stores_first;
     scratch.dq = reinterpret_cast<float*>(base + layout.dq);
     scratch.row_terms = reinterpret_cast<float2*>(base + layout.row_terms);
     scratch.dsinks = reinterpret_cast<float*>(base + layout.dsinks);
     if (params.attention.deterministic) {
         scratch.ticket = reinterpret_cast<unsigned long long*>(base + layout.ticket);
         scratch.turns = reinterpret_cast<int32_t*>(base + layout.turns);
+    } else if (shape.stores_first) {
+        scratch.states = reinterpret_cast<int32_t*>(base + layout.states);
     }
     return scratch;
 }

@@ -15,6 +15,14 @@ __device__ __forceinline__ void cp_reduce_async_bulk_add_f32(float* address, uin
         : "memory");
 }
 
+// PTX ISA 9.7.9.25.4.1 (cp.async.bulk, shared::cta to global). Writes `bytes` (a multiple of 16), likewise.
+__device__ __forceinline__ void cp_async_bulk_store(float* address, uint32_t source_smem, uint32_t bytes,
+                                                    uint64_t cache_hint) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(address),
+                 "r"(source_smem), "r"(bytes), "l"(cache_hint)
+                 : "memory");
+}
+
 // PTX ISA 9.7.9.27.2.2 (cp.async.bulk.wait_group). At most kPending of this thread's groups of bulk copies are not
 // complete: what the others wrote is in place. (With .read, which cute has, their sources alone are free.)
 template <int kPending>

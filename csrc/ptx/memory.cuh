@@ -25,6 +25,11 @@ __device__ __forceinline__ int32_t ld_acquire_gpu(const int32_t* address) {
     return value;
 }
 
+// PTX ISA 9.7.9.11 (st.release.gpu). Earlier accesses of this thread are visible to whoever acquires the value.
+__device__ __forceinline__ void st_release_gpu(int32_t* address, int32_t value) {
+    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
 // PTX ISA 9.7.13.6 (red.release.gpu.add). Earlier accesses of this thread, and those it has seen through a barrier, are
 // visible to whoever acquires the result.
 __device__ __forceinline__ void red_release_gpu_add(int32_t* address, int32_t value) {

@@ -8,7 +8,9 @@
 //   dV += P^T dO     dK += dS^T Q       dQ += dS K
 //
 // dS passes through shared memory, for dQ, which is added to an fp32 scratch in global memory in the order in which
-// registers hold it. Two designs, for which kernels.toml chooses tile by tile:
+// registers hold it. Nobody clears the scratch (but for long calls of small head dims): whoever is the first to come to
+// a part of a query tile claims it, stores, and lets the others add. Two designs, for which kernels.toml chooses tile
+// by tile:
 //   backward_keys.cuh    every consumer warpgroup has 64 of the keys; head dims whose dK and dV it can hold
 //   backward_roles.cuh   a warpgroup each for dV, dK and dQ; 64 keys, head dims beyond that
 //
@@ -53,10 +55,11 @@ using BackwardDesign =
 template <DataType kType, int kHeadDim, int kHeadDimV, BackwardTile kTile, bool kRich>
 struct Backward : BackwardDesign<kType, kHeadDim, kHeadDimV, kTile, kRich> {
     using Design = BackwardDesign<kType, kHeadDim, kHeadDimV, kTile, kRich>;
-    using Design::kBlockM, Design::kBlockN, Design::kThreads, Design::kControlOffset, Design::kSharedMemory;
+    using Design::kBlockM, Design::kBlockN, Design::kRows, Design::kThreads, Design::kControlOffset,
+        Design::kSharedMemory;
     using typename Design::Control;
 
-    static constexpr ScratchShape kScratch{kBlockM, kHeadDim, Design::kDqColumns};
+    static constexpr ScratchShape kScratch{kBlockM, kHeadDim, Design::kDqColumns, Design::kRows, true};
 
     __device__ __forceinline__ static void run(const BackwardArguments& arguments) {
         extern __shared__ __align__(1024) unsigned char smem[];
@@ -92,6 +95,11 @@ struct Backward : BackwardDesign<kType, kHeadDim, kHeadDimV, kTile, kRich> {
         BackwardArguments arguments;
         arguments.params = params;
         arguments.scratch = backward_scratch(params, kScratch, context->workspace);
+        const int32_t sequences = attention.cu_seqlens_q != nullptr ? attention.batch : 1;
+        if (!attention.deterministic && attention.seqlen_q / sequences > Design::kStoresFirstRows) {
+            arguments.scratch.stores_first = false;
+            arguments.scratch.states = nullptr;
+        }
         cudaError_t error = launch_backward_preprocess(params, arguments.scratch, kScratch, stream);
         if (error != cudaSuccess) return error;
 
@@ -103,7 +111,7 @@ struct Backward : BackwardDesign<kType, kHeadDim, kHeadDimV, kTile, kRich> {
             if (error != cudaSuccess) return error;
             fill_backward_arguments(arguments, kBlockM);
             order_key_tiles(arguments, heads, tiles);
-            arguments.spreads = Design::kSpreads && arguments.scratch.turns == nullptr;
+            arguments.spreads = arguments.scratch.states != nullptr;
 
             const void* kernel = reinterpret_cast<const void*>(&backward_kernel<Backward>);
             static SharedMemoryOptIn opt_in;

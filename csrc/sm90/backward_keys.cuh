@@ -232,7 +232,7 @@ struct BackwardKeys : BackwardScores<Shape> {
         }
     }
 
-    // One thread: adds a warpgroup's part of every dQ to the scratch.
+    // One thread: adds a warpgroup's part of every dQ to the scratch; the first to come to a part stores it.
     __device__ __forceinline__ static void reduce_dq(const BackwardArguments& arguments, unsigned char* smem,
                                                      Control& control, int warpgroup) {
         const volatile BackwardWork& work = control.work;
@@ -243,17 +243,23 @@ struct BackwardKeys : BackwardScores<Shape> {
 #pragma unroll 1
         for (ProducerWalk walk(arguments, work); walk.left > 0; walk.advance(work)) {
             const int64_t tile = scratch_tile(arguments, work, walk.head, walk.block);
+            const auto state = [&] { return arguments.scratch.states + (tile * kWarpgroups + warpgroup); };
+            const bool is_stored = arguments.scratch.states == nullptr || Producer::is_stored(state());
             Barrier::wait(&control.dq_full[warpgroup], phase);
             phase ^= 1;
+            bool is_first = false;
             if (deterministic) {
                 if (added >= 0) Producer::end_turn(arguments, added);
-                Producer::wait_turn(arguments, work, tile, walk.block);
+                is_first = Producer::wait_turn(arguments, work, tile, walk.block);
                 added = static_cast<int32_t>(tile);
+            } else if (!is_stored) {
+                is_first = Producer::claim(state());
             }
             float* part = arguments.scratch.dq + (tile * kWarpgroups + warpgroup) * (kDqPartBytes / 4);
-            Producer::add(part, part_smem, kDqPartBytes);
+            Producer::add(part, part_smem, kDqPartBytes, is_first);
             cute::tma_store_wait<0>();
             Barrier::arrive(&control.dq_empty[warpgroup]);
+            if (is_first && !deterministic) Producer::publish(state());
         }
         if (added >= 0) Producer::end_turn(arguments, added);
         ptx::cp_async_bulk_wait_group<0>();

@@ -99,6 +99,7 @@ struct BackwardProducer : Shape {
             const int row = work.queries_start + first;
             const uint32_t stage = number % kStages, phase = number / kStages & 1;
             Barrier::wait(&control.q_empty[stage], phase ^ 1);
+            __syncwarp();  // no lane still waits when the next phase may begin
             if (lane() == 0) {
                 TransactionBarrier::expect_transaction(&control.q_full[stage], kTermsBytes);
                 cute::SM90_BULK_COPY_G2S::copy(
@@ -115,28 +116,54 @@ struct BackwardProducer : Shape {
             }
             const uint32_t dout_stage = number % kDoutStages, dout_phase = number / kDoutStages & 1;
             Barrier::wait(&control.dout_empty[dout_stage], dout_phase ^ 1);
+            __syncwarp();  // likewise
             load_clean<kBlockM, kPanelsV, kOften>(arguments.dout, &control.dout_full[dout_stage], control, landed_phase,
                                                   smem + kDoutOffset + dout_stage * kDoutBytes, row, walk.head,
                                                   work.batch, rows, arguments.query_tail_is_garbage);
-            __syncwarp();  // a lane a whole round of a ring behind would misread its barriers
         }
     }
 
-    // One thread: adds to the scratch, which shall stay in the L2 cache for the other key tiles.
-    __device__ __forceinline__ static void add(float* sums, uint32_t source_smem, uint32_t bytes) {
-        ptx::cp_reduce_async_bulk_add_f32(sums, source_smem, bytes,
-                                          static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST));
+    // One thread: adds to the scratch, which shall stay in the L2 cache for the other key tiles, or stores there.
+    __device__ __forceinline__ static void add(float* sums, uint32_t source_smem, uint32_t bytes, bool is_first) {
+        constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST);
+        if (is_first) {
+            ptx::cp_async_bulk_store(sums, source_smem, bytes, kHint);
+        } else {
+            ptx::cp_reduce_async_bulk_add_f32(sums, source_smem, bytes, kHint);
+        }
         cute::tma_store_arrive();
     }
 
-    // Until the key blocks before this one have made all their additions to the query tile.
-    __device__ __forceinline__ static void wait_turn(const BackwardArguments& arguments,
+    // One thread, while dQ is still being computed: whether a part has been stored.
+    __device__ __forceinline__ static bool is_stored(const int32_t* state) {
+        return ptx::ld_acquire_gpu(state) == kStored;
+    }
+
+    // One thread that has something to add to a part: whether it is to store it. If another has taken that upon itself,
+    // waits until it is done. Who claims a part waits for nobody until it has stored it.
+    __device__ __forceinline__ static bool claim(int32_t* state) {
+        if (atomicCAS(state, kUntouched, kClaimed) == kUntouched) return true;
+        while (!is_stored(state)) {
+        }
+        return false;
+    }
+
+    // Lets others add to a part that this thread's bulk copies have been made to, not only their source read.
+    __device__ __forceinline__ static void publish(int32_t* state) {
+        ptx::cp_async_bulk_wait_group<0>();
+        ptx::st_release_gpu(state, kStored);
+    }
+
+    // Until the key blocks before this one have made all their additions to the query tile. Whether there are none.
+    __device__ __forceinline__ static bool wait_turn(const BackwardArguments& arguments,
                                                      const volatile BackwardWork& work, int64_t tile, int block) {
         const Mask mask{arguments.bounds, work.keys_used - work.queries_used, work.keys_used};
         const int begin = block * kBlockM, end = min(begin + kBlockM, static_cast<int>(work.queries_used));
         const int mine = (work.begin / kBlockN - key_blocks(mask, begin, end, kBlockN).begin) * kTurns;
-        while (ptx::ld_acquire_gpu(arguments.scratch.turns + tile) < mine) {
+        int32_t turns = 0;
+        while ((turns = ptx::ld_acquire_gpu(arguments.scratch.turns + tile)) < mine) {
         }
+        return mine == 0 && turns < kEveryTurn;
     }
 
     // Hands on the turn of a query tile once this thread's bulk reductions have been made, not only their source read.

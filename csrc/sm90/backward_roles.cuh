@@ -336,14 +336,18 @@ struct BackwardRoles : BackwardScores<Shape> {
         for (ProducerWalk walk(arguments, work); walk.left > 0; walk.advance(work), ++number) {
             if (number % kReducers != reducer) continue;
             const int64_t tile = scratch_tile(arguments, work, walk.head, walk.block);
-            if (deterministic) Producer::wait_turn(arguments, work, tile, walk.block);
+            int32_t* const state = arguments.scratch.states + tile;
+            const bool is_stored = arguments.scratch.states == nullptr || Producer::is_stored(state);
+            bool is_first = false;
+            if (deterministic) is_first = Producer::wait_turn(arguments, work, tile, walk.block);
             float* sums = arguments.scratch.dq + tile * (kBlockM * kHeadDim);
 #pragma unroll 1
             for (uint32_t chunk = 0; chunk < kDqChunks; ++chunk) {
                 const uint32_t taken = number * kDqChunks + chunk;
                 Barrier::wait(&control.dq_full[reducer][chunk], number / kReducers & 1);
+                if (chunk == 0 && !is_stored) is_first = Producer::claim(state);
                 Producer::add(sums + chunk * (kDqBufferBytes / 4), buffers_smem + taken % kDqBuffers * kDqBufferBytes,
-                              kDqBufferBytes);
+                              kDqBufferBytes, is_first);
                 if (chunk > 0) {  // the one before has been read
                     cute::tma_store_wait<1>();
                     Barrier::arrive(&control.dq_empty[(taken - 1) % kDqBuffers]);
@@ -351,7 +355,11 @@ struct BackwardRoles : BackwardScores<Shape> {
             }
             cute::tma_store_wait<0>();
             Barrier::arrive(&control.dq_empty[(number * kDqChunks + kDqChunks - 1) % kDqBuffers]);
-            if (deterministic) Producer::end_turn(arguments, tile);
+            if (deterministic) {
+                Producer::end_turn(arguments, tile);
+            } else if (is_first) {
+                Producer::publish(state);
+            }
         }
         ptx::cp_async_bulk_wait_group<0>();
     }

@@ -97,7 +97,9 @@ struct BackwardShape : BackwardTiles<kType, kHeadDim_, kHeadDimV_, kTile, kRich>
     static_assert(kKeyPanelStep % 16 == 0 && kKeyPanelStep <= kPanelColumns);
     static constexpr int kDqPartBytes = kRows * kDqColumns * 4;  // of one warpgroup
     static constexpr int kTurns = kWarpgroups;                   // a key tile's additions to a query tile
-    static constexpr bool kSpreads = false;
+    // Queries up to which whoever first comes to a part of dQ stores it. In longer sequences a kernel that clears dQ
+    // takes less time than the looks at the parts' states.
+    static constexpr int kStoresFirstRows = 2048;
     static constexpr bool kProgrammatic = true;  // starts under the end of the preprocessing
     static constexpr int kTermsAhead =
         kBlockM > 64 ? 4 : 8;  // pairs of lse or delta; with 128 queries 8 are 1 % slower
@@ -155,7 +157,7 @@ struct BackwardRolesShape : BackwardTiles<kType, kHeadDim_, kHeadDimV_, kTile, k
     static constexpr int kTurns = 1;                     // a key tile's additions to a query tile
     static constexpr int kTermsAhead = 0;                // registers allow none
     static constexpr bool kProgrammatic = false;         // d 256 is 1 to 2 % slower with it
-    static constexpr bool kSpreads = true;               // key tiles start their walks at different query blocks
+    static constexpr int kStoresFirstRows = INT32_MAX;   // L2 bounds these, at any length
     static constexpr auto kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
 
     static constexpr int kPOffset = Tiles::kDsEnd;

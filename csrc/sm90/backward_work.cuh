@@ -63,9 +63,10 @@ inline void order_key_tiles(BackwardArguments& arguments, int64_t heads, int64_t
 }
 
 // A CTA walks query blocks of its key tile's query heads, head by head, each head from `first_block` down and round to
-// the block behind it: from the last one, or, if the launch spreads them, each tile from another one, so that tiles of
-// a head do not all add to one query tile. Tiles that start together stay close, so that the L2 cache has what they
-// read and add to: deterministic causal calls that began at their diagonals took up to twice as long.
+// the block behind it: from the last one, or, if the launch spreads them, each tile from the blocks beside its keys. So
+// tiles of a head do not all add to one query tile, and every tile is the first in its own: it stores there, and a step
+// later comes to what the tile before it has stored. Tiles that start together stay close, so that the L2 cache has
+// what they read and add to: deterministic causal calls that began at their diagonals took up to twice as long.
 struct BackwardWork : KeyTileWork {
     int32_t first_slot;  // of the sequence's query tiles
     int32_t first_block;
@@ -82,7 +83,11 @@ __device__ __forceinline__ BackwardWork find_work(const BackwardArguments& argum
     const int blocks = work.blocks.end - work.blocks.begin;
     work.steps = blocks * (arguments.params.attention.heads_q / arguments.params.attention.heads_k);
     work.first_block = work.blocks.end - 1;
-    if (arguments.spreads && blocks > 1) work.first_block -= work.begin / kBlockN % blocks;
+    if (arguments.spreads && blocks > 1) {
+        constexpr int kBlocks = kBlockN > kBlockM ? kBlockN / kBlockM : 1;  // of queries, beside a key tile
+        const int last_beside = work.begin / kBlockN * kBlocks + kBlocks - 1;
+        work.first_block = work.blocks.begin + max(last_beside - work.blocks.begin, 0) % blocks;
+    }
     return work;
 }
 

@@ -11,7 +11,7 @@ import pytest
 from ptx_emulator.counts import CountedInstruction, LaunchCounts, parse_counts
 
 from benchmarks.model import counting, demand, fa4, schedules
-from benchmarks.model.__main__ import parse_row
+from benchmarks.model.__main__ import Counted, measured_rows, parse_row, predict_rows
 from benchmarks.model.hardware import Calibration, Gpu, load_calibration, load_gpu
 from benchmarks.model.kernels import Kernel, choose, load_kernels, tiles_of
 from benchmarks.model.predict import Row, makespan, predict, problem_of, tile_cost
@@ -93,7 +93,7 @@ def test_demand(text: str, group: str, per_warp: dict[str, float], per_lane: dic
 
 def test_demand_of_sizes() -> None:
     """tcgen05.mma by M and N, A in shared or in tensor memory; a multicast copy is read once, written to each CTA; what
-    banks make of a load; a reduction is read from shared memory once."""
+    banks make of a load; a reduction is read from shared memory once; what leaves for the other CTA comes, too."""
     assert demand.per_size("ld.shared.v4.b32 {%r1, %r2, %r3, %r4}, [%r5];", 2, 1) == {"shared": 256}
     reduction = "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%rd1], [%r1], 4096;"
     assert demand.per_size(reduction, 4096, 1) == {"l2": 4096, "memory": 4096, "shared": 4096}
@@ -105,6 +105,9 @@ def test_demand_of_sizes() -> None:
     assert demand.per_size(memory, 128, 64)["shared"] == 64 * 32
     copy = "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%r1];"
     assert demand.per_size(copy, 4096, 2) == {"l2": 4096, "memory": 4096, "shared": 8192}
+    exchange = "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%r1], [%r2], 4096, [%r3];"
+    assert demand.group_of(exchange) == "copy"
+    assert demand.per_size(exchange, 4096, 1) == {"shared": 8192}
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -279,7 +282,7 @@ BACKWARDS = {
         "sm100",
         128,
         128,
-        {"block_m": 128, "block_n": 256, "stages": 2, "warps": 16}
+        {"block_m": 128, "block_n": 256, "stages": 1, "warps": 16}
         | {"dout_stages": 1, "slice_buffers": 1, "cluster": 2},
     ),
 }
@@ -347,6 +350,15 @@ def test_no_step_is_faster_than_its_busiest_unit() -> None:
         prediction = predict(kernel, entry, row, gpu, load_calibration())
         assert prediction.cost.full >= 0.98 * max(prediction.step_units.values()), kernel.name
         assert 0 < max(prediction.busy.values()) <= 1.02, kernel.name
+
+
+def test_rows_measured_on_another_kernel_are_left_out() -> None:
+    """A recording says nothing of a kernel that serves its rows only since."""
+    counted = Counted(json.loads((RESULTS / "counts.json").read_text(encoding="utf-8")))
+    gpu, calibration = load_gpu("h200"), load_calibration()
+    row = next(row for row in measured_rows() if row["path"] == "sm90")
+    assert [each["kernel"] for each in predict_rows(counted, [row], gpu, calibration)] == [row["kernel"]]
+    assert predict_rows(counted, [{**row, "kernel": row["kernel"] + "_before"}], gpu, calibration) == []
 
 
 def test_phases() -> None:

@@ -264,6 +264,28 @@ def test_cluster_needs_each_step(kernels: UnitKernels, schedule: str, skip: int)
     assert "hazard: race" in str(error) or "no initialised mbarrier" in str(error)
 
 
+def test_bulk_copies_between_ctas(kernels: UnitKernels, schedule: str) -> None:
+    """cp.async.bulk from shared memory into that of the other CTA, whose mbarrier says that it has landed."""
+    out = np.zeros((2, 128), np.float32)
+    kernels.launch("bulk_exchange", 2, 128, out, 0)
+    np.testing.assert_array_equal(out, np.arange(128, dtype=np.float32) + np.array([[100], [0]], np.float32))
+
+
+@pytest.mark.parametrize(
+    ("skip", "report"),
+    [
+        (1, "hazard: race.*async proxy"),
+        (2, "hazard: race"),
+        (3, "from shared memory into the own CTA"),
+        (4, "the destination and the mbarrier of a bulk copy are in two CTAs"),
+    ],
+)
+def test_bulk_copies_between_ctas_need_each_step(kernels: UnitKernels, schedule: str, skip: int, report: str) -> None:
+    """The proxy fence before the copy reads, the wait before what came is read; another CTA, and its own barrier."""
+    error = error_of(kernels, "bulk_exchange", 2, 128, np.zeros((2, 128), np.float32), skip)
+    assert re.search(report, str(error), re.DOTALL)
+
+
 def test_remote_access_to_an_ended_cta(kernels: UnitKernels, schedule: str) -> None:
     """A CTA must not end before the others of the cluster have finished with its shared memory."""
     assert "which has ended" in str(error_of(kernels, "write_to_ended", 2, 32, 100_000))

@@ -39,7 +39,8 @@ def parse_row(name: str) -> Row | None:
 
 
 def measured_rows(folder: Path = RESULTS / "h200") -> Iterator[dict[str, Any]]:
-    """path, direction, row, flop and measured seconds of every row recorded on the H200 that the model can take."""
+    """path, direction, row, flop, measured seconds and kernel of every row recorded on the H200 that the model can
+    take."""
     for name in RECORDINGS:
         recording = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
         for measurement in recording["measurements"]:
@@ -51,6 +52,7 @@ def measured_rows(folder: Path = RESULTS / "h200") -> Iterator[dict[str, Any]]:
                     "row": measurement["row"],
                     "flop": measurement["flop"],
                     "measured": statistics.median(times),
+                    "kernel": measurement["kernel"],
                 }
 
 
@@ -70,19 +72,19 @@ class Counted:
 def predict_rows(
     counted: Counted, rows: list[dict[str, Any]], gpu: Gpu, calibration: Calibration
 ) -> list[dict[str, Any]]:
-    """The rows that a kernel was counted for, with the model's time and error."""
+    """The rows that a kernel was counted for, with the model's time and error. What was measured on another kernel than
+    the one that serves the row now says nothing of this one."""
     found = []
     for measured in rows:
         row = parse_row(measured["row"])
         assert row is not None
         pair = counted.find(measured["path"], measured["direction"], row)
-        if not pair:
+        if not pair or pair[0].name != measured["kernel"]:
             continue
         prediction = predict(*pair, row, gpu, calibration)
         found.append(
             {
                 **measured,
-                "kernel": pair[0].name,
                 "seconds": prediction.seconds,
                 "error": prediction.seconds / measured["measured"] - 1,
                 "fitted": is_fitted(measured),

@@ -140,4 +140,6 @@ def per_size(text: str, a: int, b: int) -> Demand:
     if opcode.startswith("tcgen05.mma"):
         k = 16
         return {"tensor": float(a * b * k), "shared": 2.0 * k * (b + (a if group_of(text) == "ss" else 0))}
+    if opcode.startswith("cp.async.bulk.shared::cluster.shared::cta"):
+        return {"shared": 2.0 * a}  # read here; as much comes from the other CTA
     return {"l2": float(a), "memory": float(a), "shared": float(a * b)}

@@ -544,10 +544,11 @@ def sm100_backward(simulation: Simulation, problem: Problem, machine: Machine) -
     backward = _Backward(simulation, machine, problem, count + 2)
     copies, outgoing = problem.without_issue("producer", "copy"), problem.without_issue("queries", "reduce")
     q, dout = scaled(copies, problem.share_qk), scaled(copies, 1 - problem.share_qk)
+    exchange = problem.without_issue("walker", "copy")  # of dS, in a pair
     if is_pair:  # half of Q and dO by rows, half by columns
         backward.load(
             (
-                _Ring("q", scaled(q, 0.5), problem.stages, "dk done", 1),
+                _Ring("q", scaled(q, 0.5), problem.stages, "s done", 1),
                 _Ring("dout", scaled(dout, 0.5), problem.dout_stages, "dp done", 1),
                 _Ring("dout columns", scaled(dout, 0.5), 1, "dv done", 1),
                 _Ring("q columns", scaled(q, 0.5), 1, "dk done", 1),
@@ -577,6 +578,9 @@ def sm100_backward(simulation: Simulation, problem: Problem, machine: Machine) -
                 yield simulation.event("dp full", number)
                 yield from work(machine, ds, walker.warps)
                 simulation.after(latency, simulation.event("ds full", number, arrivals=count))
+                if is_pair:  # half of dS goes into the other CTA, whose relay passes it on
+                    exchanged = simulation.event("ds exchanged", number, arrivals=count)
+                    simulation.copy(exchange, machine.load_latency + latency, exchanged)
                 number += 1
             yield simulation.event("sums full", place)
             yield from work(machine, walker.of("tile", "scalar"), walker.warps)
@@ -610,7 +614,9 @@ def sm100_backward(simulation: Simulation, problem: Problem, machine: Machine) -
 
         def issue_s(kind: str, of: int) -> Actor:
             yield simulation.event("q full", of)
-            then(submit(kind, "ss", s_share), "s full", of)
+            s = submit(kind, "ss", s_share)
+            then(s, "s full", of)
+            then(s, "s done", of)
 
         def issue_dp(kind: str, of: int) -> Actor:
             yield simulation.event("dout full", of)
@@ -641,6 +647,8 @@ def sm100_backward(simulation: Simulation, problem: Problem, machine: Machine) -
                 then(submit(kind, "rs", 1 - dv_share), "dk done", number)
                 if dq_is_apart and step:
                     yield simulation.event("dq empty", number - 1)
+                if is_pair:
+                    yield simulation.event("ds exchanged", number, arrivals=count)
                 dq = submit(kind, "ss", s_share)
                 then(dq, "dq full", number)
                 if is_last:

@@ -12,16 +12,4 @@ __device__ __forceinline__ void st_shared_cluster_v4_b32(uint32_t address_cluste
                  : "memory");
 }
 
-// PTX ISA 9.7.13.4 (fence.proxy.async). Earlier accesses of this thread to shared memory of the cluster come before
-// later ones through the async proxy.
-__device__ __forceinline__ void fence_proxy_async_shared_cluster() {
-    asm volatile("fence.proxy.async.shared::cluster;" ::: "memory");
-}
-
-// PTX ISA 9.7.13.4 (fence.acq_rel.cluster). What this thread has done comes before what it does later, for all threads
-// of the cluster.
-__device__ __forceinline__ void fence_acq_rel_cluster() {
-    asm volatile("fence.acq_rel.cluster;" ::: "memory");
-}
-
 }  // namespace flash_ext::ptx

@@ -5,6 +5,16 @@
 
 namespace flash_ext::ptx {
 
+// PTX ISA 9.7.9.25.4.1 (cp.async.bulk, shared::cta to shared::cluster). Copies `bytes` (a multiple of 16) into another
+// CTA of the cluster, and then takes them from what the mbarrier there expects.
+__device__ __forceinline__ void cp_async_bulk_to_cluster(uint32_t destination_cluster, uint32_t source_smem,
+                                                         uint32_t bytes, uint32_t barrier_cluster) {
+    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     destination_cluster),
+                 "r"(source_smem), "r"(bytes), "r"(barrier_cluster)
+                 : "memory");
+}
+
 // PTX ISA 9.7.9.25.4.2 (cp.reduce.async.bulk, .add.f32). Adds `bytes` (a multiple of 16) of shared memory to global
 // memory, in this thread's bulk group. cache_hint: a policy of createpolicy.
 __device__ __forceinline__ void cp_reduce_async_bulk_add_f32(float* address, uint32_t source_smem, uint32_t bytes,

@@ -15,7 +15,8 @@
 //   warps 8-11   P and dS of queries 64-127;          in the end dK
 //   warp 12      issues all products (of a pair: in rank 0)
 //   warp 13      loads
-//   warps 14-15  nothing (registers are dealt out to groups of four warps)
+//   warp 14      in a pair: says when dS from the other CTA is there
+//   warp 15      nothing (registers are dealt out to groups of four warps)
 //
 // A step of the products (query block m, whose S and dP have been issued); what is waited for stands in brackets:
 //
@@ -27,9 +28,10 @@
 //
 // A pair of CTAs (cluster = 2, along z: both find the same tile) has 256 keys, 128 in each, and works like one CTA with
 // products of M = 256 (cta_group::2). Of a B operand each CTA loads half: Q and dO by rows (64 queries) for S and dP, Q
-// and dO by columns for dK and dV, K of all 256 keys by columns for dQ. A thread writes its dS into the shared memory
-// of CTA 0 (queries 0-63) or 1, so that dQ of a CTA's 64 queries sums over 256 keys, and half as much is added to the
-// scratch. Rank 0 issues the products, their commits signal both; barriers marked * count arrivals of both at rank 0.
+// and dO by columns for dK and dV, K of all 256 keys by columns for dQ. dS of queries 0-63 ends up in the shared memory
+// of CTA 0, of the others in CTA 1 (backward_exchange.cuh), so that dQ of a CTA's 64 queries sums over 256 keys, and
+// half as much is added to the scratch. Rank 0 issues the products, their commits signal both; barriers marked * count
+// arrivals of both at rank 0.
 //
 // | barrier            | arrives               | waits    | a phase ends when                                        |
 // | k_full *           | loader and TMA        | products | K has landed, zero behind the last key                   |
@@ -45,10 +47,13 @@
 // | dout_columns_full *| as dout_full; pair    |          |                                                          |
 // | dout_columns_empty | commit                | loader   | dV has read dO                                           |
 // | landed             | loader and TMA        | loader   | a tile with a tail of garbage has landed                 |
-// | s_full             | commit                | scores   | S is there, and all products issued before it            |
+// | s_full             | commit                | scores   | S is there, and all products issued before it; for the   |
+// |                    |                       | loader   | loader of a pair: S has read Q                           |
 // | p_full *           | scores, by warps      | products | P is there; S has been read                              |
 // | dp_full            | commit                | scores   | dP is there, and all products issued before it           |
 // | ds_full *          | scores, by warps      | products | dS is there, twice; dP, lse and delta have been read     |
+// | ds_landed          | relay and copies; pair| relay    | dS from the other CTA has landed                         |
+// | ds_exchanged *     | relays; of a pair     | products | dS is where dQ reads it, in both CTAs                    |
 // | dq_full            | commit                | dQ       | dQ is there                                              |
 // | dq_empty *         | dQ, by warps          | products | dQ has been read                                         |
 // | sums_full          | commit                | scores   | dK and dV are complete                                   |
@@ -56,9 +61,9 @@
 // From s_full to dq_empty, every barrier ends one phase a step, so its parity is that of the step.
 //
 // What needs no barrier, because products run in the order of their issue: S overwrites P of the block before, which
-// dV has read; dP and dQ overwrite dS, which dK has read. dS in shared memory is overwritten after dp_full, which
-// follows dQ of the block before. Q, lse and delta of kStages steps ago: their dK has been waited for, for Q or, in a
-// pair, in the step before, for Q by columns.
+// dV has read; dP and dQ overwrite dS, which dK has read. dS in shared memory, also what a pair's CTAs send each other,
+// is overwritten after dp_full, which follows dQ of the block before. lse and delta of kTermsStages steps ago: their dK
+// has been waited for, for Q or, in a pair, in the step before, for Q by columns.
 //
 // Rows of Q, dO, K and V behind a sequence's end are zero in shared memory before a product reads them: there TMA
 // brings zeros from outside the tensor and anything from inside, which the loader overwrites. Their lse is +inf, so P
@@ -85,9 +90,9 @@
 //
 // In a pair M of dQ is 128, 64 queries in each CTA: lanes 64-127 hold the upper half of their columns.
 //
-// Shared memory: K, V, kStages x Q, kDoutStages x dO, dS^T (rows are keys, 64 queries to a panel), 4 x kSliceBuffers
-// slices of dQ, in a pair K, Q and dO by columns, kStages x (lse, delta), barriers; tiles in panels of 64 columns
-// (sm90/panel.cuh).
+// Shared memory: K, V, kStages x Q, kDoutStages x dO, dS^T (rows are keys, 64 queries to a panel), in a pair the half
+// of it that is the other CTA's, 4 x kSliceBuffers slices of dQ, in a pair K, Q and dO by columns, kTermsStages x (lse,
+// delta), barriers; tiles in panels of 64 columns (sm90/panel.cuh).
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -108,6 +113,7 @@
 #include "ptx/special_registers.cuh"
 #include "ptx/tcgen05.cuh"
 #include "sm100/backward_compute.cuh"
+#include "sm100/backward_exchange.cuh"
 #include "sm100/backward_products.cuh"
 #include "sm100/backward_reduce.cuh"
 #include "sm100/backward_shape.cuh"
@@ -123,7 +129,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
 template <DataType kType, int kHeadDim, int kHeadDimV, BackwardTile kTile, bool kRich>
 struct Backward : BackwardShape<kType, kHeadDim, kHeadDimV, kTile, kRich> {
     using Shape = BackwardShape<kType, kHeadDim, kHeadDimV, kTile, kRich>;
-    using Shape::kBlockM, Shape::kBlockN, Shape::kStages, Shape::kDoutStages, Shape::kThreads;
+    using Shape::kBlockM, Shape::kBlockN, Shape::kStages, Shape::kTermsStages, Shape::kDoutStages, Shape::kThreads;
     using Shape::kControlOffset, Shape::kSharedMemory;
     using Shape::kIsPair, Shape::kCtasOfTile, Shape::kKeys, Shape::kQRows;
     using Shape::kReduceGroup, Shape::kComputeGroup, Shape::kSupplyGroup, Shape::kComputeWarps;
@@ -166,6 +172,8 @@ struct Backward : BackwardShape<kType, kHeadDim, kHeadDimV, kTile, kRich> {
                 if (Transfer::rank() == 0) BackwardProducts<Shape>::run(smem, control);
             } else if (warp == 1) {
                 BackwardSupply<Shape>::load_all(arguments, smem, control, lane);
+            } else if (kIsPair && warp == 2) {
+                if (lane == 0) BackwardExchange<Shape>::pass_on(control);
             }
         } else if (group == kReduceGroup) {
             cutlass::arch::warpgroup_reg_dealloc<kReduceRegisters>();
@@ -239,8 +247,8 @@ struct Backward : BackwardShape<kType, kHeadDim, kHeadDimV, kTile, kRich> {
         for (int i = 0; i < kStages; ++i) {
             Barrier::init(&control.q_full[i], kCtasOfTile);
             if (!kIsPair) Barrier::init(&control.q_empty[i], 1);
-            Barrier::init(&control.terms_full[i], 1);
         }
+        for (int i = 0; i < kTermsStages; ++i) Barrier::init(&control.terms_full[i], 1);
         for (int i = 0; i < kDoutStages; ++i) {
             Barrier::init(&control.dout_full[i], kCtasOfTile);
             Barrier::init(&control.dout_empty[i], 1);
@@ -251,6 +259,8 @@ struct Backward : BackwardShape<kType, kHeadDim, kHeadDimV, kTile, kRich> {
             Barrier::init(&control.q_columns_empty, 1);
             Barrier::init(&control.dout_columns_full, 2);
             Barrier::init(&control.dout_columns_empty, 1);
+            Barrier::init(&control.ds_landed, 1);
+            Barrier::init(&control.ds_exchanged, 2);
         }
         Barrier::init(&control.s_full, 1);
         Barrier::init(&control.p_full, kComputeWarps * kCtasOfTile);

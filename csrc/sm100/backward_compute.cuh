@@ -5,13 +5,12 @@
 #include <stdint.h>
 
 #include <cutlass/arch/barrier.h>
-#include <cute/arch/cluster_sm90.hpp>
 
 #include "core/mask.cuh"
 #include "core/numeric.cuh"
 #include "core/sequence.cuh"
-#include "ptx/cluster.cuh"
 #include "ptx/tcgen05.cuh"
+#include "sm100/backward_exchange.cuh"
 #include "sm100/backward_scores.cuh"
 #include "sm100/backward_shape.cuh"
 #include "sm100/scores.cuh"
@@ -21,10 +20,11 @@ namespace flash_ext::sm100 {
 
 template <class Shape>
 struct BackwardCompute : Shape {
-    using Shape::kBlockM, Shape::kBlockN, Shape::kHalf, Shape::kStages, Shape::kDataType, Shape::kIsRich;
+    using Shape::kBlockM, Shape::kBlockN, Shape::kHalf, Shape::kDataType, Shape::kIsRich;
+    using Shape::kDsOffset, Shape::kDsPartBytes, Shape::kDsStagingOffset;
     using Shape::kHeadDim, Shape::kHeadDimV, Shape::kSColumn, Shape::kDvColumn, Shape::kDkColumn;
     using Shape::kIsPair, Shape::kKeys;
-    using Shape::kTermsOffset, Shape::kTermsBytes, Shape::kDsOffset, Shape::kDsPanelBytes;
+    using Shape::kTermsOffset, Shape::kTermsBytes, Shape::kTermsStages;
     using typename Shape::Control, typename Shape::Transfer;
 
     static constexpr int kChunk = kScoresAtOnce;
@@ -40,10 +40,10 @@ struct BackwardCompute : Shape {
         const uint32_t p_tmem = own_lanes(Shape::p_column(half), warp);
         const uint32_t dp_tmem = own_lanes(Shape::dp_column(half), warp);
         const uint32_t ds_tmem = own_lanes(Shape::ds_column(half), warp);
-        // dS of queries 64 h to 64 h + 63 goes into panel h, in a pair into CTA h.
-        unsigned char* const ds_panel = smem + kDsOffset + (kIsPair ? 0 : half * kDsPanelBytes);
-        const uint32_t ds_panel_cluster =
-            kIsPair ? cute::set_block_rank(cute::cast_smem_ptr_to_uint(ds_panel), half) : 0;
+        // dS of queries 64 h to 64 h + 63 goes into panel h. In a pair that is CTA h's panel, which holds the keys of
+        // both: what belongs into the other CTA is staged here.
+        const bool is_exchanged = kIsPair && half != Transfer::rank();
+        unsigned char* const ds_smem = smem + (is_exchanged ? kDsStagingOffset : kDsOffset + half * kDsPartBytes);
         const Mask mask =
             Mask{arguments.bounds, work.keys_used - work.queries_used, work.keys_used}.transposed(work.queries_used);
         KeyRange queries = mask.visible(work.begin + key);  // that see this thread's key
@@ -61,13 +61,13 @@ struct BackwardCompute : Shape {
         const bool has_blocks = walk.left > 0;
 #pragma unroll 1
         for (; walk.left > 0; walk.advance(), ++number) {
-            const uint32_t stage = number % kStages;
+            const uint32_t stage = number % kTermsStages;
             const int first = walk.block * kBlockM + half * kHalf;  // query of column 0
             const float4* const lse =
                 reinterpret_cast<const float4*>(smem + kTermsOffset + stage * kTermsBytes + half * kHalf * 4);
             const float4* const delta = lse + kBlockM / 4;
             float s[kHalf];
-            Barrier::wait(&control.terms_full[stage], number / kStages & 1);
+            Barrier::wait(&control.terms_full[stage], number / kTermsStages & 1);
             Barrier::wait(&control.s_full, number & 1);
             ptx::tcgen05_fence_after_thread_sync();
 #pragma unroll
@@ -120,29 +120,20 @@ struct BackwardCompute : Shape {
 #pragma unroll
                 for (int i = 0; i < kChunk / 2; i += 4) {
                     const uint4 words{chunk[i], chunk[i + 1], chunk[i + 2], chunk[i + 3]};
-                    const int place = sm90::swizzled_chunk(key, column / 8 + i / 4);
-                    if constexpr (kIsPair) {
-                        ptx::st_shared_cluster_v4_b32(ds_panel_cluster + place, words);
-                    } else {
-                        *reinterpret_cast<uint4*>(ds_panel + place) = words;
-                    }
+                    *reinterpret_cast<uint4*>(ds_smem + sm90::swizzled_chunk(thread, column / 8 + i / 4)) = words;
                 }
                 if ((column + kChunk) / 2 % kStored == 0) {
                     store_columns<kStored>(ds_tmem + (column + kChunk) / 2 - kStored, ds);
                 }
             }
             wait_stores();
-            // dQ reads dS through the async proxy; in a pair that of both CTAs, after an arrival at the leader's
-            // barrier.
-            if constexpr (kIsPair) {
-                ptx::fence_proxy_async_shared_cluster();
-            } else {
-                cutlass::arch::fence_view_async_shared();
-            }
+            cutlass::arch::fence_view_async_shared();  // dQ, or the copy, reads dS through the async proxy
             ptx::tcgen05_fence_before_thread_sync();
             __syncwarp();
             if (lane == 0) {
-                if (kIsPair) ptx::fence_acq_rel_cluster();  // the arrival itself releases to its own CTA alone
+                if constexpr (kIsPair) {
+                    if (is_exchanged) BackwardExchange<Shape>::send(smem, control, warp);
+                }
                 Transfer::arrive(&control.ds_full);
             }
         }

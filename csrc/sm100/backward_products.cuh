@@ -139,6 +139,7 @@ struct BackwardProducts : Shape {
             }
             if (kDqIsApart && number > 0) wait(&control.dq_empty, number - 1);
             if (kIsPair && number == 0) wait(&control.k_columns_full, 0);
+            if (kIsPair) wait(&control.ds_exchanged, number);  // behind dK, which does without
             if (kDqIsApart || kIsPair) ptx::tcgen05_fence_after_thread_sync();
             if (cute::elect_one_sync()) {
 #pragma unroll

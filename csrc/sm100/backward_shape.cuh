@@ -47,6 +47,8 @@ struct BackwardShape {
     static constexpr bool kIsPair = kCtasOfTile == 2;
     static constexpr int kKeys = kBlockN / kCtasOfTile;  // of this CTA, one to a lane of tensor memory
     static constexpr int kStages = kTile.stages;
+    // Of lse and delta, which the scores read until dS is made; Q of a pair, by rows, only until S is.
+    static constexpr int kTermsStages = kIsPair ? 2 : kStages;
     static constexpr int kDoutStages = kTile.dout_stages;
     static constexpr int kThreads = kTile.warps * 32;
     // Query columns of a warpgroup of the two that make scores.
@@ -59,7 +61,7 @@ struct BackwardShape {
     // Roles, in groups of four warps.
     static constexpr int kReduceGroup = 0;
     static constexpr int kComputeGroup = 1;  // and the next
-    static constexpr int kSupplyGroup = 3;   // its warps: products, loads
+    static constexpr int kSupplyGroup = 3;   // its warps: products, loads; in a pair the relay of dS
     static constexpr int kComputeWarps = 8;
 
     // Shared memory. Of the B operands a CTA of a pair holds half: of Q and dO the rows of half of the queries for S
@@ -80,8 +82,9 @@ struct BackwardShape {
     static constexpr int kDsBytes = kKeys * kBlockM * 2;  // dS^T: rows are keys; all keys, but this CTA's queries
     static constexpr int kDsPanelRows = kBlockN;          // 64 queries to a panel
     static constexpr int kDsPanelBytes = kDsPanelRows * kPanelRowBytes;
-    static constexpr int kSliceColumns = 32;                   // of dQ, at a time
-    static constexpr int kDqColumns = kHeadDim / kCtasOfTile;  // of a warp's part of dQ, which has 32 rows
+    static constexpr int kDsPartBytes = kKeys * kPanelRowBytes;  // of a warpgroup: its 64 queries, this CTA's keys
+    static constexpr int kSliceColumns = 32;                     // of dQ, at a time
+    static constexpr int kDqColumns = kHeadDim / kCtasOfTile;    // of a warp's part of dQ, which has 32 rows
     static constexpr int kSlices = kDqColumns / kSliceColumns;
     static constexpr int kSliceBytes = 32 * kSliceColumns * 4;
     static constexpr int kSliceBuffers = kTile.slice_buffers;
@@ -90,21 +93,23 @@ struct BackwardShape {
     static constexpr int kQOffset = kVOffset + kVBytes;
     static constexpr int kDoutOffset = kQOffset + kStages * kQBytes;
     static constexpr int kDsOffset = kDoutOffset + kDoutStages * kDoutBytes;
-    static constexpr int kDqOffset = kDsOffset + kDsBytes;
+    static constexpr int kDsStagingOffset = kDsOffset + kDsBytes;  // in a pair: dS on its way into the other CTA
+    static constexpr int kDqOffset = kDsStagingOffset + (kIsPair ? kDsPartBytes : 0);
     static constexpr int kKColumnsOffset = kDqOffset + 4 * kSliceBuffers * kSliceBytes;
     static constexpr int kQColumnsOffset = kKColumnsOffset + kHalfPanels * kBlockN * kPanelRowBytes;
     static constexpr int kDoutColumnsOffset = kQColumnsOffset + kHalfPanels * kBlockM * kPanelRowBytes;
     static constexpr int kTermsOffset = kDoutColumnsOffset + kHalfPanelsV * kBlockM * kPanelRowBytes;
-    static constexpr int kControlOffset = kTermsOffset + kStages * kTermsBytes;
+    static constexpr int kControlOffset = kTermsOffset + kTermsStages * kTermsBytes;
 
     struct Control {
         uint64_t k_full, v_full, landed;
         uint64_t q_full[kStages], q_empty[kStages];
-        uint64_t terms_full[kStages];  // lse and delta
+        uint64_t terms_full[kTermsStages];  // lse and delta
         uint64_t dout_full[kDoutStages], dout_empty[kDoutStages];
         uint64_t k_columns_full;  // these: of a pair
         uint64_t q_columns_full, q_columns_empty;
         uint64_t dout_columns_full, dout_columns_empty;
+        uint64_t ds_landed, ds_exchanged;
         uint64_t s_full, p_full, dp_full, ds_full;
         uint64_t dq_full, dq_empty;
         uint64_t sums_full;             // dK and dV are complete
@@ -128,7 +133,7 @@ struct BackwardShape {
                                                   : kBlockM;
     static_assert(kDkColumn + kProductColumns <= kTensorMemoryColumns && !(kIsPair && kDqIsOverS));
     static_assert(kDqIsApart || kDqColumn + kProductColumns / kCtasOfTile <= kDvColumn);
-    static_assert(kStages > 1 || kDqIsOverS, "S of the next block is issued before dK of this one");
+    static_assert(kStages > 1 || kDqIsOverS || kIsPair, "S of the next block is issued before dK of this one");
     // Of the columns of a warpgroup (half): P over its own part of S, dP, and dS over dP; in a pair dQ lies between dS
     // of the one and of the other.
     __device__ static constexpr int p_column(int half) {

@@ -17,7 +17,7 @@ struct BackwardSupply : Shape {
     using Shape::kBlockM, Shape::kBlockN, Shape::kStages, Shape::kDoutStages, Shape::kIsPair, Shape::kKeys;
     using Shape::kKColumnsOffset, Shape::kQColumnsOffset, Shape::kDoutColumnsOffset;
     using Shape::kPanels, Shape::kPanelsV, Shape::kHalfPanels, Shape::kHalfPanelsV, Shape::kQRows;
-    using Shape::kQBytes, Shape::kDoutBytes, Shape::kTermsBytes;
+    using Shape::kQBytes, Shape::kDoutBytes, Shape::kTermsBytes, Shape::kTermsStages;
     using Shape::kVOffset, Shape::kQOffset, Shape::kDoutOffset, Shape::kTermsOffset;
     using typename Shape::Control, typename Shape::Transfer;
 
@@ -80,16 +80,21 @@ struct BackwardSupply : Shape {
                                                                      arguments.query_tail_is_garbage, first_column);
             };
             const uint32_t stage = number % kStages;
-            if constexpr (!kIsPair) wait_empty(control.q_empty, number, kStages);
+            if constexpr (kIsPair) {
+                if (lane == 0 && number > 0) Barrier::wait(&control.s_full, number - 1 & 1);
+            } else {
+                wait_empty(control.q_empty, number, kStages);
+            }
             load_queries.template operator()<kQRows, kPanels>(arguments.q, &control.q_full[stage],
                                                               kQOffset + stage * kQBytes, rank * kQRows, 0);
-            // In a pair q_columns_empty, which was waited for in the step before, says that dK of kStages steps ago has
-            // been made: neither that step's Q nor its terms are needed any more.
+            // In a pair q_columns_empty, which was waited for in the step before, says that dK of two steps ago has
+            // been made: that step's terms are not needed any more.
             if (lane == 0) {
-                TransactionBarrier::arrive_and_expect_tx(&control.terms_full[stage], kTermsBytes);
+                const uint32_t terms_stage = number % kTermsStages;
+                TransactionBarrier::arrive_and_expect_tx(&control.terms_full[terms_stage], kTermsBytes);
                 cute::SM90_BULK_COPY_G2S::copy(
                     arguments.scratch.row_terms + sm90::scratch_tile(arguments, work, walk.head, walk.block) * kBlockM,
-                    &control.terms_full[stage], smem + kTermsOffset + stage * kTermsBytes, kTermsBytes);
+                    &control.terms_full[terms_stage], smem + kTermsOffset + terms_stage * kTermsBytes, kTermsBytes);
             }
             if (number == 0) {
                 load_keys.template operator()<kKeys, kPanelsV>(arguments.v, &control.v_full, kVOffset, rank * kKeys, 0);
@@ -99,7 +104,7 @@ struct BackwardSupply : Shape {
             load_queries.template operator()<kQRows, kPanelsV>(arguments.dout, &control.dout_full[dout_stage],
                                                                kDoutOffset + dout_stage * kDoutBytes, rank * kQRows, 0);
             if constexpr (kIsPair) {
-                static_assert(kStages == 2);
+                static_assert(kStages == 1 && kTermsStages == 2);
                 wait_empty(&control.dout_columns_empty, number, 1);
                 load_queries.template operator()<kBlockM, kHalfPanelsV>(arguments.dout, &control.dout_columns_full,
                                                                         kDoutColumnsOffset, 0,

@@ -386,6 +386,38 @@ __global__ void __cluster_dims__(2, 1, 1) pair_exchange(const float* in, float* 
     cluster_wait();
 }
 
+// Two CTAs: each copies what it has written into the other's shared memory, and reads what it got. skip 1: the proxy
+// fence before the copy, 2: the wait for the other's copy, 3: the copy stays in its own CTA, 4: it reports to its own.
+__global__ void __cluster_dims__(2, 1, 1) bulk_exchange(float* out, int skip) {
+    __shared__ __align__(128) float mine[128], theirs[128];
+    __shared__ uint64_t barrier_storage;
+    const uint32_t rank = cluster_rank(), other = rank ^ 1;
+    const uint32_t landed = shared_address(&barrier_storage);
+    const int t = threadIdx.x;
+    if (t == 0) {
+        barrier_init(landed, 1);
+        barrier_fence();
+        barrier_expect(landed, 512);
+    }
+    cluster_arrive();
+    cluster_wait();
+    mine[t] = static_cast<float>(100 * rank + t);
+    if (skip != 1) proxy_fence();
+    __syncthreads();
+    if (t == 0) {
+        asm volatile(
+            "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], 512, [%2];" ::"r"(
+                map_to(shared_address(theirs), skip == 3 ? rank : other)),
+            "r"(shared_address(mine)), "r"(map_to(landed, skip == 4 ? rank : other))
+            : "memory");
+    }
+    if (skip != 2) barrier_wait(landed, 0);
+    out[rank * 128 + t] = theirs[t];
+    if (skip == 2) barrier_wait(landed, 0);
+    cluster_arrive();
+    cluster_wait();
+}
+
 // CTA 1 ends while CTA 0 still writes into its shared memory.
 __global__ void __cluster_dims__(2, 1, 1) write_to_ended(int times) {
     __shared__ int value;

@@ -147,6 +147,11 @@ uint32_t bulk_bytes(const Warp& warp, const BulkData& data, uint32_t lane) {
     return bytes;
 }
 
+void require_one_cta(const MemoryReference& destination, const MemoryReference& barrier) {
+    if (destination.owner == barrier.owner) return;
+    raise(Fault::kIllegalInstruction, "the destination and the mbarrier of a bulk copy are in two CTAs");
+}
+
 Step bulk_load(Warp& warp, const Instruction& i, LaneMask mask) {
     const auto& data = static_cast<const BulkData&>(*i.data);
     for_lanes(mask, [&](uint32_t lane) {
@@ -158,9 +163,7 @@ Step bulk_load(Warp& warp, const Instruction& i, LaneMask mask) {
         const uint32_t ctas = data.ctas == kNoRegister ? 1 : warp.lanes<uint16_t>(data.ctas)[lane];
         warp.count_size(bytes, static_cast<uint32_t>(__builtin_popcount(ctas)));
         if (data.ctas == kNoRegister) {
-            if (to.owner != barrier.owner) {
-                raise(Fault::kIllegalInstruction, "the destination and the mbarrier of a bulk copy are in two CTAs");
-            }
+            require_one_cta(to, barrier);
             load_pieces(warp, lane, *to.owner, {{source, to.offset, bytes}}, bytes, barrier, 0, 0);
             return;
         }
@@ -174,7 +177,7 @@ Step bulk_load(Warp& warp, const Instruction& i, LaneMask mask) {
     return Step::kNext;
 }
 
-// From the own shared memory into that of a CTA of the cluster.
+// From the own shared memory into that of another CTA of the cluster (PTX ISA 9.7.9.25.4.1).
 Step bulk_move(Warp& warp, const Instruction& i, LaneMask mask) {
     const auto& data = static_cast<const BulkData&>(*i.data);
     Checker& checker = warp.machine.checker;
@@ -183,6 +186,10 @@ Step bulk_move(Warp& warp, const Instruction& i, LaneMask mask) {
         const MemoryReference to = resolve_shared(warp, data.to.shared_at(warp, lane), bytes, 16);
         const MemoryReference from = resolve_shared(warp, data.from.shared_at(warp, lane), bytes, 16);
         const MemoryReference at = bulk_barrier(warp, lane, data.barrier.shared_at(warp, lane));
+        if (to.owner == from.owner) {
+            raise(Fault::kIllegalInstruction, "a bulk copy from shared memory into the own CTA's");
+        }
+        require_one_cta(to, at);
         warp.count_size(bytes, 1);
         const MemoryBarrier& barrier = at.owner->memory_barriers.at(*at.owner, at.offset);
         const AsyncAgent agent = checker.agent(warp, barrier.stream, static_cast<uint32_t>(barrier.phase) + 1, true);

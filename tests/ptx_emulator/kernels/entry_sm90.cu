@@ -14,7 +14,7 @@ const Entry kEntries[] = {
     ENTRY(bulk_ring),     ENTRY(box_and_back),   ENTRY(copies_on_barrier),
     ENTRY(pair_exchange), ENTRY(write_to_ended), ENTRY(move_registers),
     ENTRY(primary_grid),  ENTRY(dependent_grid), ENTRY(barrier_deadlock),
-    ENTRY(misuse),        ENTRY(one_lane_waits),
+    ENTRY(misuse),        ENTRY(one_lane_waits), ENTRY(product_and_read),
 #undef PRODUCTS
 #undef ENTRY
 };

@@ -53,6 +53,24 @@ def test_each_removal_in_the_copy_pipeline_is_noticed(schedule: str) -> None:
     ]
 
 
+@pytest.mark.parametrize("schedule", ["eager", "lazy"])
+def test_an_access_that_orders_others_becomes_relaxed(schedule: str) -> None:
+    """Without its value or its effect a flag would be noticed whatever it orders: the waiting CTA would never end."""
+    kernels = UnitKernels()
+    data, flag, out = (np.zeros(1, np.int32) for _ in range(3))
+    kernels.launch("hand_over", 2, 32, data, flag, out, 1)
+    instructions = EmulatedLibrary(kernels.file).synchronization("hand_over")
+    executed = [instruction for instruction in instructions if instruction.executed]
+    assert {each.opcode for each in executed} == {"st.release.gpu.global.s32", "ld.acquire.gpu.global.s32"}
+    for instruction in executed:
+        flag[0] = 0
+        relaxed = emulator_options(schedule=schedule, remove=instruction.number, remove_kernel="hand_over", quiet=1)
+        with relaxed, pytest.raises(LaunchError, match="hazard: race on global address"):
+            kernels.launch("hand_over", 2, 32, data, flag, out, 1)
+    flag[0] = 0
+    kernels.launch("hand_over", 2, 32, data, flag, out, 1)  # each is put back
+
+
 def test_a_kernel_that_is_not_there_is_refused() -> None:
     """A name that was mistyped is no kernel without a finding."""
     folder = emulated_library_dir("sm80")

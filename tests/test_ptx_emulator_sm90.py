@@ -100,6 +100,17 @@ def test_product_needs_each_step(kernels: UnitKernels, schedule: str, skip: int,
     assert "sm90.cu:" in str(error)
 
 
+def test_reading_an_accumulator_needs_a_fence(kernels: UnitKernels, schedule: str) -> None:
+    """PTX ISA 9.7.15.7.1: between any access of a register and a product that accesses it, not only a write."""
+    rng = np.random.default_rng(1)
+    (a_bits, a), (b_bits, b) = fp8_tile(rng), fp8_tile(rng)
+    out = np.zeros(64 * 64 + 128, np.float32)
+    kernels.launch("product_and_read", 1, 128, a_bits, b_bits, out, 0)
+    np.testing.assert_allclose(out[: 64 * 64].reshape(64, 64), a @ b.T, atol=2e-5)
+    error = error_of(kernels, "product_and_read", 1, 128, a_bits, b_bits, out, 1)
+    assert "hazard: wgmma.fence is missing between another access of an accumulator and wgmma" in str(error)
+
+
 def test_waits_are_aligned(kernels: UnitKernels, schedule: str) -> None:
     """PTX ISA 9.7.15.7: a wgmma instruction is one and the same for the four warps, a wait too."""
     rng = np.random.default_rng(1)

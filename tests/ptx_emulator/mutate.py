@@ -1,8 +1,9 @@
 """Removes one synchronisation instruction of a kernel at a time and sees whether anything notices.
 
 ``python -m tests.ptx_emulator.mutate --path sm80`` runs every kernel of the emulated library on a few small cases that
-execute all of its barriers, waits, commits and fences; then, for each of them, the same cases without it. Noticed
-means: the happens-before checker reports a hazard, the launch deadlocks or breaks another rule, or a result changes.
+execute all of its barriers, waits, commits and fences; then, for each of them, the same cases without it (an access
+with an order, ``ld.acquire`` or ``red.release``, is relaxed then). Noticed means: the happens-before checker reports a
+hazard, the launch deadlocks or breaks another rule, or a result changes.
 What nobody notices must be listed in ``redundant_synchronization.toml`` with the reason; the run fails on an unlisted
 one, on a listed one that is noticed after all, and on an instruction that no case executes. Kernels whose PTX differs
 in the names of the types alone (fp16, bf16; in descriptors too) are one kernel here: the cases run on each, the

@@ -157,6 +157,42 @@ __global__ void product_fp8(const uint8_t* a, const uint8_t* b, float* out, int 
     }
 }
 
+// The same product twice into the same registers, the first of which is read between. skip 1: no wgmma.fence behind the
+// read. All in one asm statement, so that the register keeps its name.
+__global__ void product_and_read(const uint8_t* a, const uint8_t* b, float* out, int skip) {
+    __shared__ __align__(128) uint8_t a_smem[64 * 32], b_smem[64 * 32];
+    for (int i = threadIdx.x; i < 64 * 32; i += 128) {
+        const int row = i / 32, k = i % 32, at = k / 16 * 1024 + row * 16 + k % 16;
+        a_smem[at] = a[i];
+        b_smem[at] = b[i];
+    }
+    proxy_fence();
+    __syncthreads();
+    float d[32];
+    pin(d);
+    multiply_fence();
+#define PRODUCT "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 " D32 ", %32, %33, 0, 1, 1;\n"
+#define PRODUCTS(between)                                                                                  \
+    asm volatile(PRODUCT                                                                                   \
+                 "wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;\n"                    \
+                 "st.global.f32 [%34], %0;\n" between PRODUCT                                              \
+                 : D32_OPERANDS                                                                            \
+                 : "l"(descriptor(shared_address(a_smem), 1024, 128, 0)),                                  \
+                   "l"(descriptor(shared_address(b_smem), 1024, 128, 0)), "l"(out + 64 * 64 + threadIdx.x) \
+                 : "memory")
+    if (skip) {
+        PRODUCTS("");
+    } else {
+        PRODUCTS("wgmma.fence.sync.aligned;\n");
+    }
+#undef PRODUCTS
+#undef PRODUCT
+    multiply_commit();
+    multiply_wait();
+    pin(d);
+    store_accumulators(out, d);
+}
+
 // D (64 x 64) = A B^T of f16 (64 x 16 each), A in registers. skip 1: A is overwritten before the wait.
 __global__ void product_registers(const uint32_t* a, const __half* b, float* out, int skip) {
     __shared__ __align__(128) __half b_smem[64 * 16];

@@ -74,6 +74,8 @@ struct InstructionInfo {
     std::vector<uint32_t> reads;  // register offsets, for the in-flight check
     std::vector<uint32_t> writes;
     WaitDescription describe_wait = nullptr;
+    // Of an access that orders others (ld.acquire, red.release): what the instruction's data would be if it did not.
+    std::shared_ptr<const InstructionData> unordered;
 };
 
 }  // namespace ptx_emulator

@@ -56,11 +56,11 @@ const Program& KernelLibrary::program(const std::string& kernel, const Options& 
     if (!loaded.program) loaded.program = load(kernel);
     // Decoding a kernel takes as long as a small launch: mutations share the program.
     if (loaded.removed >= 0 && (!removes || options.remove != loaded.removed)) {
-        restore_instruction(*loaded.program, static_cast<size_t>(loaded.removed), loaded.handler);
+        restore_instruction(*loaded.program, static_cast<size_t>(loaded.removed), std::move(loaded.original));
         loaded.removed = -1;
     }
     if (removes && loaded.removed < 0) {
-        loaded.handler = remove_instruction(*loaded.program, static_cast<size_t>(options.remove));
+        loaded.original = remove_instruction(*loaded.program, static_cast<size_t>(options.remove));
         loaded.removed = options.remove;
     }
     return *loaded.program;

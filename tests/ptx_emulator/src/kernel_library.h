@@ -31,8 +31,8 @@ class KernelLibrary {
     };
     struct Loaded {
         std::unique_ptr<Program> program;
-        int64_t removed = -1;  // the synchronisation instruction that is missing now, and its handler
-        Handler handler = nullptr;
+        int64_t removed = -1;  // the synchronisation instruction that is missing now, and how it was
+        Instruction original;
     };
     void load_index();
     std::unique_ptr<Program> load(const std::string& kernel);

@@ -30,21 +30,27 @@ static Step skip_reduction(Warp& warp, const Instruction& i, LaneMask mask) {
     return Step::kNext;
 }
 
-Handler remove_instruction(Program& program, size_t n) {
+Instruction remove_instruction(Program& program, size_t n) {
     const std::vector<size_t> all = synchronization_instructions(program);
     if (n >= all.size()) {
         raise(Fault::kInvalidConfiguration, "kernel %s has %zu synchronisation instructions, there is no number %zu",
               program.name.c_str(), all.size(), n);
     }
-    const uint32_t roles = program.info[all[n]].roles;
-    const Handler without = roles & kRoleStoresResult       ? skip_with_success
-                            : roles & kRoleReducesPredicate ? skip_reduction
-                                                            : skip;
-    return std::exchange(program.code[all[n]].handler, without);
+    const InstructionInfo& info = program.info[all[n]];
+    Instruction& instruction = program.code[all[n]];
+    Instruction original = instruction;
+    if (info.unordered) {
+        instruction.data = info.unordered;
+    } else {
+        instruction.handler = info.roles & kRoleStoresResult       ? skip_with_success
+                              : info.roles & kRoleReducesPredicate ? skip_reduction
+                                                                   : skip;
+    }
+    return original;
 }
 
-void restore_instruction(Program& program, size_t n, Handler handler) {
-    program.code[synchronization_instructions(program)[n]].handler = handler;
+void restore_instruction(Program& program, size_t n, Instruction original) {
+    program.code[synchronization_instructions(program)[n]] = std::move(original);
 }
 
 }  // namespace ptx_emulator

@@ -194,7 +194,12 @@ void decode_atomic(DecodeContext& c) {
                   : c.has("acquire") ? MemoryOrder::kAcquire
                   : c.has("release") ? MemoryOrder::kRelease
                                      : MemoryOrder::kRelaxed;
-    if (data->order != MemoryOrder::kRelaxed) c.set_role(kRoleSynchronization);
+    if (data->order != MemoryOrder::kRelaxed) {
+        auto unordered = std::make_shared<AtomicData>(*data);
+        unordered->order = MemoryOrder::kRelaxed;
+        c.set_role(kRoleSynchronization);
+        c.info.unordered = std::move(unordered);
+    }
     const bool shared = c.has("shared") || c.has("shared::cta") || c.has("shared::cluster");
     const size_t memory = returns ? 1 : 0;
     c.out.a = c.address(c.operand(memory), shared            ? Space::kShared

@@ -265,7 +265,12 @@ void decode_access(DecodeContext& c, bool loads) {
                         : elements.size() == 1 ? (loads ? load<Word128, 1> : store<Word128, 1>)
                                                : nullptr;
     }
-    if (data->order == MemoryOrder::kAcquire || data->order == MemoryOrder::kRelease) c.set_role(kRoleSynchronization);
+    if (data->order == MemoryOrder::kAcquire || data->order == MemoryOrder::kRelease) {
+        auto unordered = std::make_shared<AccessData>(*data);
+        unordered->order = MemoryOrder::kRelaxed;
+        c.set_role(kRoleSynchronization);
+        c.info.unordered = std::move(unordered);
+    }
     c.out.data = std::move(data);
 }
 

@@ -153,16 +153,17 @@ void clear_in_flight(Warp& warp, const Instruction& i) {
     for (uint32_t r = 0; r < i.list_size[0]; ++r) checker.clear_in_flight(warp, i.list[0][r]);
 }
 
-// Registers that other instructions have written since the latest wgmma.fence.
+// Registers that other instructions have read or written since the latest wgmma.fence (PTX ISA 9.7.15.7.1).
 void check_fence(Warp& warp, const Instruction& i, const ProductData& data) {
     Checker& checker = warp.machine.checker;
     if (!checker.enabled()) return;
     auto check = [&](uint32_t offset, const char* what) {
-        if (!warp.written_since_fence(offset)) return;
-        checker.report_once(warp.pc(), warp.pc(),
-                            format("hazard: wgmma.fence is missing between the write of %s and wgmma\n  by CTA rank %u "
-                                   "warp %u at %s",
-                                   what, warp.cta.rank, warp.index, warp.program.where(warp.pc()).c_str()));
+        if (!warp.accessed_since_fence(offset)) return;
+        checker.report_once(
+            warp.pc(), warp.pc(),
+            format("hazard: wgmma.fence is missing between another access of %s and wgmma\n  by CTA rank %u "
+                   "warp %u at %s",
+                   what, warp.cta.rank, warp.index, warp.program.where(warp.pc()).c_str()));
     };
     if (!warp.multiply.fenced) {
         checker.report_once(warp.pc(), warp.pc(),

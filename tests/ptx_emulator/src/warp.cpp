@@ -16,7 +16,7 @@ Warp::Warp(Machine& m, Cta& c, uint32_t i, LaneMask lanes) : machine(m), cta(c),
     registers_ += (64 - reinterpret_cast<uintptr_t>(registers_) % 64) % 64;
     local_storage_.assign(size_t{program.local_bytes} * kWarpSize, 0xff);
     initialize_registers();
-    if (program.uses_wgmma && machine.checker.enabled()) write_ages_.assign(program.register_bytes / 8 + 1, 0);
+    if (program.uses_wgmma && machine.checker.enabled()) access_ages_.assign(program.register_bytes / 8 + 1, 0);
     machine.async.attach(&copies.queue);
     machine.async.attach(&bulk.queue);
     machine.async.attach(&tensor_memory.stores);
@@ -89,16 +89,18 @@ void Warp::count_size(uint32_t a, uint32_t b) {
     if (machine.counts) machine.counts->add_size(index, pc_, a, b);
 }
 
-void Warp::note_writes(uint32_t pc) {
+void Warp::note_accesses(uint32_t pc) {
     const InstructionInfo& info = program.info[pc];
     uint32_t age = fences_;
     if (info.roles & kRoleCopiesRegisters) {
         age = 0;
         for (uint32_t offset : info.reads) {
-            if (offset != program.code[pc].guard) age = std::max(age, write_ages_[offset / 8]);
+            if (offset != program.code[pc].guard) age = std::max(age, access_ages_[offset / 8]);
         }
+    } else if (!(info.roles & kRoleWarpgroupMultiply)) {
+        for (uint32_t offset : info.reads) access_ages_[offset / 8] = fences_;
     }
-    for (uint32_t offset : info.writes) write_ages_[offset / 8] = age;
+    for (uint32_t offset : info.writes) access_ages_[offset / 8] = age;
 }
 
 Warp::Outcome Warp::run(uint32_t budget) {
@@ -153,7 +155,7 @@ Warp::Outcome Warp::run(uint32_t budget) {
                 executing_ = lanes;
                 if (registers_in_flight) machine.checker.check_in_flight(*this, instruction);
                 step = instruction.handler(*this, instruction, lanes);
-                if (!write_ages_.empty()) note_writes(pc);
+                if (!access_ages_.empty()) note_accesses(pc);
             }
             // A wait counts once, when it is over.
             if (counts && step != Step::kBlock && step != Step::kYield) {

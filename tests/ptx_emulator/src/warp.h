@@ -80,11 +80,11 @@ class Warp {
     // Replaces lanes of the running group by groups that stand elsewhere; the handler then returns Step::kExit for
     // them.
     void split(const std::vector<LaneGroup>& parts) { added_.insert(added_.end(), parts.begin(), parts.end()); }
-    // ---- for the check of wgmma.fence: which registers were computed since. Copies of the front end (mov) carry the
-    // age of what they copy.
+    // ---- for the check of wgmma.fence: which registers were read or written since, but by products. Copies of the
+    // front end (mov) carry the age of what they copy.
     void next_fence() { ++fences_; }
-    bool written_since_fence(uint32_t offset) const {
-        return !write_ages_.empty() && write_ages_[offset / 8] == fences_;
+    bool accessed_since_fence(uint32_t offset) const {
+        return !access_ages_.empty() && access_ages_[offset / 8] == fences_;
     }
     uint8_t* local(uint32_t lane, uint64_t offset, uint32_t bytes);  // checks bounds
 
@@ -113,13 +113,13 @@ class Warp {
   private:
     void initialize_registers();
     int pick_group();
-    void note_writes(uint32_t pc);
+    void note_accesses(uint32_t pc);
 
     std::unique_ptr<uint8_t[]> register_storage_;
     std::vector<uint8_t> local_storage_;
     uint8_t* registers_ = nullptr;
     std::vector<LaneGroup> added_;
-    std::vector<uint32_t> write_ages_;  // per 8 bytes of the register file: fences_ when it was written
+    std::vector<uint32_t> access_ages_;  // per 8 bytes of the register file: fences_ at its latest access
     uint32_t fences_ = 1;
     LaneMask active_ = 0, executing_ = 0;
     uint32_t pc_ = 0;

@@ -390,11 +390,12 @@ void Checker::access(Granule& granule, const Actor& actor, uint16_t bytes, const
                      Cta* owner, Repetition* repetition) {
     if (repetition) {
         if (repetition->matches(granule, bytes)) {
-            repetition->repeat(granule, owner ? owner->records : own_->records);
+            repetition->repeat(granule);
             return;
         }
         repetition->begin(granule, bytes);
     }
+    granule.make_own(records_of(owner));
     if (writes(actor.record.kind())) {
         write_access(granule, actor, bytes, space, address, owner);
     } else {
@@ -440,7 +441,7 @@ void Checker::read_access(Granule& granule, const Actor& actor, uint16_t bytes, 
         }
         ++i;
     }
-    remember(granule, record, bytes, owner);
+    granule.push(record, bytes, records_of(owner));
 }
 
 void Checker::write_access(Granule& granule, const Actor& actor, uint16_t bytes, const char* space, uint64_t address,
@@ -484,12 +485,11 @@ void Checker::write_access(Granule& granule, const Actor& actor, uint16_t bytes,
             ++i;
         }
     }
-    if (!merged) remember(granule, record, bytes, owner);
+    if (!merged) granule.push(record, bytes, records_of(owner));
 }
 
-void Checker::remember(Granule& granule, AccessRecord record, uint16_t bytes, Cta* owner) {
-    record.bytes = bytes;
-    granule.push(record, owner ? owner->records : own_->records);
+RecordArena& Checker::records_of(const Cta* owner) {
+    return owner ? owner->cluster.records : own_->records;
 }
 
 static uint16_t byte_mask(uint32_t first, uint32_t count) {
@@ -537,12 +537,12 @@ void Checker::shared_access(const Actor& actor, Cta& owner, uint32_t offset, uin
 }
 
 void Checker::shared_reads(const Actor& actor, Cta& owner, const std::vector<uint32_t>& offsets) {
-    constexpr size_t kAhead = 8;  // granules; their records in the arena half of that
+    constexpr size_t kAhead = 8;  // granules; their records half of that
     Granule* const shadow = owner.shared_shadow.data();
-    Repetition repetition;
+    Repetition repetition(owner.cluster.records);
     for (size_t i = 0; i < offsets.size(); ++i) {
         if (i + kAhead < offsets.size()) __builtin_prefetch(&shadow[offsets[i + kAhead] / kGranuleBytes]);
-        if (i + kAhead / 2 < offsets.size()) shadow[offsets[i + kAhead / 2] / kGranuleBytes].prefetch_more();
+        if (i + kAhead / 2 < offsets.size()) shadow[offsets[i + kAhead / 2] / kGranuleBytes].prefetch();
         access(shadow[offsets[i] / kGranuleBytes], actor, 0xffff, "shared", offsets[i], &owner, &repetition);
     }
 }
@@ -610,7 +610,7 @@ void Checker::tensor_access(const AsyncAgent& agent, Cta& owner, uint32_t column
     const uint32_t mask = slices << first_lane / kTensorSlice & (every_second ? 0x55u : 0xffu);
     if (machine_.options.strict) allocated_before(actor, owner, column, columns);
     std::vector<Granule>& shadow = owner.tensor_memory.shadow();
-    Repetition repetition;
+    Repetition repetition(owner.cluster.records);
     for (uint32_t c = column; c < column + columns; ++c) {
         access(shadow[c], actor, static_cast<uint16_t>(mask), "tensor memory", c, &owner, &repetition);
     }

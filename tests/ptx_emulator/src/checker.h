@@ -91,6 +91,7 @@ class Checker {
     Checker(bool enabled, Machine& machine) : enabled_(enabled), machine_(machine) {}
 
     bool enabled() const { return enabled_; }
+    RecordArena& global_records() { return own_->records; }
 
     // ---- clusters and warps start
     Component new_component(Cluster& cluster, std::string name);
@@ -183,7 +184,7 @@ class Checker {
                      Cta* owner);
     void write_access(Granule& granule, const Actor& actor, uint16_t bytes, const char* space, uint64_t address,
                       Cta* owner);
-    void remember(Granule& granule, AccessRecord record, uint16_t bytes, Cta* owner);
+    RecordArena& records_of(const Cta* owner);  // nullptr: of global memory
     bool ordered(const Actor& actor, const AccessRecord& earlier, const char** missing) const;
     bool ordered(const Actor& actor, const Knowledge& knowledge, const AccessRecord& earlier,
                  const char** missing) const;

@@ -63,12 +63,12 @@ Step copy_async(Warp& warp, const Instruction& i, LaneMask mask) {
         if (size) {
             from = resolve(warp, Space::kGlobal, address, lane, data.bytes, data.bytes).data;
             if (check) {
-                reader.record.lane = lane & 63;
+                reader.lane = lane;
                 checker.global_access(reader, address, size);
             }
         }
         if (check) {
-            writer.record.lane = lane & 63;
+            writer.lane = lane;
             checker.shared_access(writer, *to.owner, to.offset, data.bytes);
         }
         lanes.push_back({to.data, from, &to.owner->shared, to.offset, size});

@@ -116,7 +116,7 @@ class Granule {
     void make_own(RecordArena& arena) {
         if (list_ && list_->references > 1) copy(list_->log2_lines, arena);
     }
-    void push(const AccessRecord& record, uint16_t bytes, RecordArena& arena) {
+    void push(const AccessRecord& record, uint32_t lane, uint16_t bytes, RecordArena& arena) {
         if (!list_) {
             list_ = arena.take(0);
         } else if (list_->size == list_->capacity()) {
@@ -124,6 +124,7 @@ class Granule {
         }
         AccessRecord& added = list_->records()[list_->size++];
         added = record;
+        added.lane = lane & 63;
         added.bytes = bytes;
     }
     // The last record takes the place of the i-th.

@@ -338,7 +338,7 @@ void Checker::check_end(const Cta& cta) {
 bool Checker::ordered(const Actor& actor, const AccessRecord& earlier, const char** missing) const {
     if (ordered(actor, *actor.knowledge, earlier, missing)) return true;
     // A lane that has waited alone, and makes the access together with others.
-    const Knowledge* own = own_knowledge(actor.warp->clock, actor.record.lane);
+    const Knowledge* own = own_knowledge(actor.warp->clock, actor.lane);
     return own && own != actor.knowledge && ordered(actor, *own, earlier, missing);
 }
 
@@ -354,13 +354,13 @@ bool Checker::ordered(const Actor& actor, const Knowledge& knowledge, const Acce
     if (own) {
         // The same warp: program order for a lane, a warp-level synchronisation between lanes. ldmatrix reads for all
         // lanes, so that no lane may write there afterwards without one (compute-sanitizer's racecheck says the same).
-        const bool same_lane = earlier.lane == actor.record.lane && earlier.lane != kManyLanes;
+        const bool same_lane = earlier.lane == actor.lane && earlier.lane != kManyLanes;
         if (!same_lane && knowledge.generic.get(earlier.component) < earlier.epoch) {
             *missing = "different lanes of one warp without bar.warp.sync between them";
             return false;
         }
     } else if (knowledge.generic.get(earlier.component) < earlier.epoch) {
-        const bool own_copy = earlier.component == clock.copies && earlier.lane == actor.record.lane;
+        const bool own_copy = earlier.component == clock.copies && earlier.lane == actor.lane;
         if (!(own_copy && earlier.epoch <= clock.copies_waited)) {
             *missing = "nothing orders them: a barrier, or the wait for an asynchronous operation, is missing";
             return false;
@@ -390,11 +390,12 @@ void Checker::access(Granule& granule, const Actor& actor, uint16_t bytes, const
                      Cta* owner, Repetition* repetition) {
     if (repetition) {
         if (repetition->matches(granule, bytes)) {
-            repetition->repeat(granule, owner ? owner->records : own_->records);
+            repetition->repeat(granule);
             return;
         }
         repetition->begin(granule, bytes);
     }
+    granule.make_own(records_of(owner));
     if (writes(actor.record.kind())) {
         write_access(granule, actor, bytes, space, address, owner);
     } else {
@@ -414,7 +415,7 @@ void Checker::read_access(Granule& granule, const Actor& actor, uint16_t bytes, 
         } else if (earlier.component == record.component && earlier.epoch == record.epoch &&
                    earlier.cluster == record.cluster && earlier.kind() == record.kind() && !(bytes & ~earlier.bytes)) {
             // The same agent read it before, and no write since then has removed that record.
-            if (earlier.lane != record.lane) earlier.lane = kManyLanes;
+            if (earlier.lane != actor.lane) earlier.lane = kManyLanes;
             earlier.pc = record.pc;
             return;
         }
@@ -440,7 +441,7 @@ void Checker::read_access(Granule& granule, const Actor& actor, uint16_t bytes, 
         }
         ++i;
     }
-    remember(granule, record, bytes, owner);
+    granule.push(record, actor.lane, bytes, records_of(owner));
 }
 
 void Checker::write_access(Granule& granule, const Actor& actor, uint16_t bytes, const char* space, uint64_t address,
@@ -458,7 +459,7 @@ void Checker::write_access(Granule& granule, const Actor& actor, uint16_t bytes,
         if (earlier.component == record.component && earlier.epoch == record.epoch &&
             earlier.cluster == record.cluster && earlier.kind() == record.kind() &&
             record.kind() != AccessKind::kWrite && !order_matters && earlier.bytes == bytes) {
-            if (earlier.lane != record.lane) earlier.lane = kManyLanes;
+            if (earlier.lane != actor.lane) earlier.lane = kManyLanes;
             earlier.pc = record.pc;
             merged = true;
             ++i;
@@ -484,12 +485,11 @@ void Checker::write_access(Granule& granule, const Actor& actor, uint16_t bytes,
             ++i;
         }
     }
-    if (!merged) remember(granule, record, bytes, owner);
+    if (!merged) granule.push(record, actor.lane, bytes, records_of(owner));
 }
 
-void Checker::remember(Granule& granule, AccessRecord record, uint16_t bytes, Cta* owner) {
-    record.bytes = bytes;
-    granule.push(record, owner ? owner->records : own_->records);
+RecordArena& Checker::records_of(const Cta* owner) {
+    return owner ? owner->cluster.records : own_->records;
 }
 
 static uint16_t byte_mask(uint32_t first, uint32_t count) {
@@ -514,15 +514,20 @@ static uint32_t epoch_of(const WarpClock& clock, Component component) {
 
 Checker::Actor Checker::actor(const Warp& warp, uint32_t lane, AccessKind kind) const {
     const WarpClock& clock = warp.clock;
-    Actor actor{&known(warp), {}, &warp, false};
+    Actor actor{&known(warp), {}, lane, &warp, false};
     actor.record.cluster = warp.cta.cluster.index;
     actor.record.component = alone(warp) ? clock.singles : clock.component;
     actor.record.epoch = epoch_of(clock, actor.record.component) & kEpochMask;
     actor.record.pc = warp.pc() & (kMaxCheckedInstructions - 1);
     actor.record.warp = (warp.cta.rank * kWarpSize + warp.index) & 511;
-    actor.record.lane = lane & 63;
     actor.record.kind_bits = static_cast<uint32_t>(kind) & 7;
     return actor;
+}
+
+AccessRecord Checker::made_by(const Actor& actor) {
+    AccessRecord record = actor.record;
+    record.lane = actor.lane & 63;
+    return record;
 }
 
 void Checker::renew(Actor& actor) const {
@@ -537,12 +542,12 @@ void Checker::shared_access(const Actor& actor, Cta& owner, uint32_t offset, uin
 }
 
 void Checker::shared_reads(const Actor& actor, Cta& owner, const std::vector<uint32_t>& offsets) {
-    constexpr size_t kAhead = 8;  // granules; their records in the arena half of that
+    constexpr size_t kAhead = 8;  // granules; their records half of that
     Granule* const shadow = owner.shared_shadow.data();
-    Repetition repetition;
+    Repetition repetition(owner.cluster.records);
     for (size_t i = 0; i < offsets.size(); ++i) {
         if (i + kAhead < offsets.size()) __builtin_prefetch(&shadow[offsets[i + kAhead] / kGranuleBytes]);
-        if (i + kAhead / 2 < offsets.size()) shadow[offsets[i + kAhead / 2] / kGranuleBytes].prefetch_more();
+        if (i + kAhead / 2 < offsets.size()) shadow[offsets[i + kAhead / 2] / kGranuleBytes].prefetch();
         access(shadow[offsets[i] / kGranuleBytes], actor, 0xffff, "shared", offsets[i], &owner, &repetition);
     }
 }
@@ -576,21 +581,20 @@ AsyncAgent Checker::agent(Warp& issuer, Component stream, uint32_t epoch, bool a
     return agent;
 }
 
-static AccessRecord record_of(const AsyncAgent& agent, uint32_t lane, AccessKind kind) {
+static AccessRecord record_of(const AsyncAgent& agent, AccessKind kind) {
     AccessRecord record{};
     record.cluster = agent.issuer->cta.cluster.index;
     record.epoch = agent.epoch & kEpochMask;
     record.pc = agent.pc & (kMaxCheckedInstructions - 1);
     record.component = agent.component;
     record.warp = (agent.issuer->cta.rank * kWarpSize + agent.issuer->index) & 511;
-    record.lane = lane & 63;
     record.kind_bits = static_cast<uint32_t>(kind) & 7;
     record.async_proxy = agent.async_proxy;
     return record;
 }
 
 Checker::Actor Checker::actor(const AsyncAgent& agent, uint32_t lane, AccessKind kind) {
-    return {&agent.knowledge, record_of(agent, lane, kind), agent.issuer, agent.async_proxy, false, agent.product};
+    return {&agent.knowledge, record_of(agent, kind), lane, agent.issuer, agent.async_proxy, false, agent.product};
 }
 
 void Checker::shared_access(const AsyncAgent& agent, uint32_t lane, Cta& owner, uint32_t offset, uint32_t bytes,
@@ -605,12 +609,12 @@ void Checker::global_access(const AsyncAgent& agent, uint32_t lane, uint64_t add
 void Checker::tensor_access(const AsyncAgent& agent, Cta& owner, uint32_t column, uint32_t columns, uint32_t first_lane,
                             uint32_t lanes, AccessKind kind, bool every_second) {
     if (!enabled_) return;
-    const Actor actor{&agent.knowledge, record_of(agent, kWarpSize, kind), agent.issuer, false, true};
+    const Actor actor{&agent.knowledge, record_of(agent, kind), kManyLanes, agent.issuer, false, true};
     const uint32_t slices = (1u << lanes / kTensorSlice) - 1;
     const uint32_t mask = slices << first_lane / kTensorSlice & (every_second ? 0x55u : 0xffu);
     if (machine_.options.strict) allocated_before(actor, owner, column, columns);
     std::vector<Granule>& shadow = owner.tensor_memory.shadow();
-    Repetition repetition;
+    Repetition repetition(owner.cluster.records);
     for (uint32_t c = column; c < column + columns; ++c) {
         access(shadow[c], actor, static_cast<uint16_t>(mask), "tensor memory", c, &owner, &repetition);
     }
@@ -633,7 +637,7 @@ void Checker::allocated_before(Actor user, Cta& owner, uint32_t column, uint32_t
 
 void Checker::tensor_allocation(const Warp& warp, uint32_t column, uint32_t columns) {
     if (!enabled_) return;
-    const AccessRecord record = actor(warp, kWarpSize, AccessKind::kWrite).record;
+    const AccessRecord record = made_by(actor(warp, kManyLanes, AccessKind::kWrite));
     for (uint32_t unit = 0; unit < columns / kTensorAllocationUnit; ++unit) {
         warp.cta.tensor_memory.allocations[column / kTensorAllocationUnit + unit] = record;
     }
@@ -653,7 +657,7 @@ void Checker::primaries_done(Warp& warp) {
 void Checker::check_primaries(const Actor& actor, uint16_t bytes, uint64_t address) {
     const Component component = actor.warp->cta.cluster.primaries;
     if (actor.knowledge->generic.get(component) > 0) return;
-    if (known(*actor.warp, actor.record.lane).generic.get(component) > 0) return;
+    if (known(*actor.warp, actor.lane).generic.get(component) > 0) return;
     for (const auto& grid : primaries_) {
         const Granule* granule = grid->pages.find(address);
         if (!granule) continue;
@@ -666,7 +670,7 @@ void Checker::check_primaries(const Actor& actor, uint16_t bytes, uint64_t addre
                 actor.record.pc, earlier.pc,
                 format("hazard: race on global address 0x%llx with a grid that may still run\n  %s\n  kernel %s "
                        "at %s\n  griddepcontrol.wait is missing",
-                       static_cast<unsigned long long>(address), describe(actor.record).c_str(),
+                       static_cast<unsigned long long>(address), describe(made_by(actor)).c_str(),
                        grid->program->name.c_str(), grid->program->where(earlier.pc).c_str()));
         }
     }
@@ -676,24 +680,25 @@ void Checker::check_primaries(const Actor& actor, uint16_t bytes, uint64_t addre
 
 void Checker::set_in_flight(Warp& warp, uint32_t offset, InFlight state, uint32_t pc) {
     if (!enabled_) return;
-    if (warp.in_flight.empty()) warp.in_flight.resize(machine_.program.register_bytes / 4 + 1);
-    RegisterInFlight& entry = warp.in_flight[offset / 4];
+    if (warp.in_flight.empty()) warp.in_flight.resize(machine_.program.register_count);
+    RegisterInFlight& entry = warp.in_flight[machine_.program.register_number(offset)];
     warp.registers_in_flight += entry.state == InFlight::kNone;
     entry = {state, pc};
 }
 
 void Checker::clear_in_flight(Warp& warp, uint32_t offset) {
     if (!enabled_ || warp.in_flight.empty()) return;
-    RegisterInFlight& entry = warp.in_flight[offset / 4];
+    RegisterInFlight& entry = warp.in_flight[machine_.program.register_number(offset)];
     warp.registers_in_flight -= entry.state != InFlight::kNone;
     entry.state = InFlight::kNone;
 }
 
 void Checker::check_in_flight(Warp& warp, const Instruction& instruction) {
     const size_t pc = static_cast<size_t>(&instruction - machine_.program.code.data());
-    const InstructionInfo& info = machine_.program.info[pc];
-    auto check = [&](uint32_t offset, bool writes) {
-        const auto& [state, issued] = warp.in_flight[offset / 4];
+    const TouchedRegisters& touched = machine_.program.touched[pc];
+    const uint32_t* const registers = machine_.program.touched_registers.data() + touched.first;
+    auto check = [&](uint32_t number, bool writes) {
+        const auto& [state, issued] = warp.in_flight[number];
         if (state == InFlight::kNone) return;
         if (!writes && state != InFlight::kWrittenByOperation) return;
         if (!reported_.emplace(static_cast<uint32_t>(pc), issued, writes ? "written" : "read").second) return;
@@ -703,8 +708,7 @@ void Checker::check_in_flight(Warp& warp, const Instruction& instruction) {
                    writes ? "written" : "read", warp.cta.rank, warp.index,
                    machine_.program.where(static_cast<uint32_t>(pc)).c_str(), machine_.program.where(issued).c_str()));
     };
-    for (uint32_t offset : info.reads) check(offset, false);
-    for (uint32_t offset : info.writes) check(offset, true);
+    for (uint32_t r = 0; r < touched.reads + touched.writes; ++r) check(registers[r], r >= touched.reads);
 }
 
 // --------------------------------------------------------------------------------------------------------- reports
@@ -729,7 +733,7 @@ void Checker::unwritten(const Actor& actor, const char* space, uint64_t address,
     if (reports_.size() >= kMaxReports || !reported_.emplace(actor.record.pc, actor.record.pc, "unwritten").second)
         return;
     report(format("hazard: %s address 0x%llx of CTA rank %u is read, but nothing has written it\n  %s", space,
-                  static_cast<unsigned long long>(address), owner.rank, describe(actor.record).c_str()));
+                  static_cast<unsigned long long>(address), owner.rank, describe(made_by(actor)).c_str()));
 }
 
 void Checker::race(const Actor& actor, const AccessRecord& earlier, const char* space, uint64_t address,
@@ -737,7 +741,7 @@ void Checker::race(const Actor& actor, const AccessRecord& earlier, const char* 
     if (reports_.size() >= kMaxReports || !reported_.emplace(actor.record.pc, earlier.pc, missing).second) return;
     const std::string where = owner ? format(" of CTA rank %u", owner->rank) : "";
     report(format("hazard: race on %s address 0x%llx%s\n  %s\n  %s\n  %s", space,
-                  static_cast<unsigned long long>(address), where.c_str(), describe(actor.record).c_str(),
+                  static_cast<unsigned long long>(address), where.c_str(), describe(made_by(actor)).c_str(),
                   describe(earlier).c_str(), missing));
 }
 

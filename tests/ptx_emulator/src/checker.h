@@ -91,6 +91,7 @@ class Checker {
     Checker(bool enabled, Machine& machine) : enabled_(enabled), machine_(machine) {}
 
     bool enabled() const { return enabled_; }
+    RecordArena& global_records() { return own_->records; }
 
     // ---- clusters and warps start
     Component new_component(Cluster& cluster, std::string name);
@@ -99,7 +100,8 @@ class Checker {
     // Who makes an access: for a handler that makes several, only the lane may differ between them.
     struct Actor {
         const Knowledge* knowledge;
-        AccessRecord record;  // as it will be stored
+        AccessRecord record;  // as it will be stored, but for bytes and lane
+        uint32_t lane;        // apart from it: a load of what a narrower store has just changed in part is slow
         const Warp* warp;
         bool through_async_proxy;
         bool on_tensor_memory = false;
@@ -108,6 +110,7 @@ class Checker {
     Actor actor(const Warp& warp, uint32_t lane, AccessKind kind) const;
     static Actor actor(const AsyncAgent& agent, uint32_t lane, AccessKind kind);
     void renew(Actor& actor) const;  // after a release or an acquire of its warp
+    static AccessRecord made_by(const Actor& actor);
     // repetition: of the same actor's accesses to one kind of memory, if it makes several.
     void shared_access(const Actor& actor, Cta& owner, uint32_t offset, uint32_t bytes,
                        Repetition* repetition = nullptr);
@@ -183,7 +186,7 @@ class Checker {
                      Cta* owner);
     void write_access(Granule& granule, const Actor& actor, uint16_t bytes, const char* space, uint64_t address,
                       Cta* owner);
-    void remember(Granule& granule, AccessRecord record, uint16_t bytes, Cta* owner);
+    RecordArena& records_of(const Cta* owner);  // nullptr: of global memory
     bool ordered(const Actor& actor, const AccessRecord& earlier, const char** missing) const;
     bool ordered(const Actor& actor, const Knowledge& knowledge, const AccessRecord& earlier,
                  const char** missing) const;

@@ -21,6 +21,7 @@ class Cluster {
     Machine& machine;
     const uint32_t index;                      // in the launch, counting clusters in order of start
     const uint32_t slot;                       // among the resident clusters
+    RecordArena records;                       // of the shadows of shared and of tensor memory
     std::vector<std::unique_ptr<Cta>> ctas;    // by rank
     std::vector<std::string> component_names;  // of the clock components (checker)
 

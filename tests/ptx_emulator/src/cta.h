@@ -35,7 +35,6 @@ class Cta {
     uint32_t sm = 0;      // %smid
     SharedMemory shared;
     std::vector<Granule> shared_shadow;  // one per kGranuleBytes, empty when the checker is off
-    RecordArena records;                 // of the shadows of shared and of tensor memory
     NamedBarrier barriers[kNamedBarriers];
     std::vector<std::unique_ptr<Warp>> warps;
 

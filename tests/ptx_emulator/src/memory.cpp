@@ -5,7 +5,7 @@
 
 namespace ptx_emulator {
 
-MemoryReference resolve_shared(Warp& warp, uint32_t address, uint32_t bytes, uint32_t alignment) {
+MemoryReference resolve_other_shared(Warp& warp, uint32_t address, uint32_t bytes, uint32_t alignment) {
     const uint32_t rank = address >> kSharedRankShift;
     const uint32_t offset = address & kSharedOffsetMask;
     Cluster& cluster = warp.cta.cluster;
@@ -30,7 +30,8 @@ void require_running(const Warp& warp, const Cta& owner) {
     raise(Fault::kIllegalAddress, "access to shared memory of CTA rank %u of the cluster, which has ended", owner.rank);
 }
 
-MemoryReference resolve(Warp& warp, Space space, uint64_t address, uint32_t lane, uint32_t bytes, uint32_t alignment) {
+MemoryReference resolve_other(Warp& warp, Space space, uint64_t address, uint32_t lane, uint32_t bytes,
+                              uint32_t alignment) {
     if (space == Space::kGeneric) {
         space = is_shared_generic(address)  ? Space::kShared
                 : is_local_generic(address) ? Space::kLocal
@@ -48,12 +49,6 @@ MemoryReference resolve(Warp& warp, Space space, uint64_t address, uint32_t lane
               static_cast<unsigned long long>(address), lane);
     }
     return {reinterpret_cast<uint8_t*>(address), space, nullptr, 0};
-}
-
-uint64_t lane_address(const Warp& warp, const Instruction& instruction, uint32_t base, uint32_t lane) {
-    const int64_t displacement = instruction.displacement;
-    if (instruction.address_is_64) return warp.lanes<uint64_t>(base)[lane] + displacement;
-    return static_cast<uint32_t>(warp.lanes<uint32_t>(base)[lane] + displacement);
 }
 
 }  // namespace ptx_emulator

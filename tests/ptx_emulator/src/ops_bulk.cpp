@@ -54,7 +54,7 @@ void load_pieces(Warp& warp, uint32_t lane, Cta& to, std::vector<BulkPiece> piec
     if (checker.enabled()) {
         const Checker::Actor reader = Checker::actor(agent, lane, AccessKind::kRead);
         const Checker::Actor writer = Checker::actor(agent, lane, AccessKind::kWrite);
-        Repetition reads, writes;
+        Repetition reads(checker.global_records()), writes(to.cluster.records);
         for (const BulkPiece& piece : pieces) {
             if (piece.address) checker.global_access(reader, piece.address, piece.bytes, &reads);
             checker.shared_access(writer, to, piece.offset, piece.bytes, &writes);
@@ -107,7 +107,7 @@ void store_pieces(Warp& warp, uint32_t lane, Cta& from, std::vector<BulkPiece> p
     if (checker.enabled()) {
         const Checker::Actor from_shared = Checker::actor(reader, lane, AccessKind::kRead);
         const Checker::Actor to_global = Checker::actor(writer, lane, kind);
-        Repetition reads, writes;
+        Repetition reads(from.cluster.records), writes(checker.global_records());
         for (const BulkPiece& piece : pieces) {
             checker.shared_access(from_shared, from, piece.offset, piece.bytes, &reads);
             if (!repeated) checker.global_access(to_global, piece.address, piece.bytes, &writes);

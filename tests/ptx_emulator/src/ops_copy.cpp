@@ -35,11 +35,20 @@ Step copy_async(Warp& warp, const Instruction& i, LaneMask mask) {
     const auto& data = static_cast<const CopyData&>(*i.data);
     Checker& checker = warp.machine.checker;
     const AsyncAgent agent = checker.agent(warp, warp.clock.copies, warp.copies.epoch, false);
+    const bool check = checker.enabled();
+    Checker::Actor reader{}, writer{};
+    if (check) {
+        reader = Checker::actor(agent, 0, AccessKind::kRead);
+        writer = Checker::actor(agent, 0, AccessKind::kWrite);
+    }
+    auto destination = [&](uint32_t lane) {
+        return resolve(warp, i.space, lane_address(warp, i, i.a, lane), lane, data.bytes, data.bytes);
+    };
+    if (check) for_lanes(mask, [&](uint32_t lane) { prefetch_records(destination(lane)); });
     std::vector<LaneCopy> lanes;
     lanes.reserve(kWarpSize);
     for_lanes(mask, [&](uint32_t lane) {
-        const MemoryReference to =
-            resolve(warp, i.space, lane_address(warp, i, i.a, lane), lane, data.bytes, data.bytes);
+        const MemoryReference to = destination(lane);
         if (!to.owner) raise(Fault::kIllegalAddress, "the destination of cp.async is not shared memory");
         uint32_t size = data.bytes;
         if (data.source_size != kNoRegister) {
@@ -53,9 +62,15 @@ Step copy_async(Warp& warp, const Instruction& i, LaneMask mask) {
         const uint8_t* from = nullptr;
         if (size) {
             from = resolve(warp, Space::kGlobal, address, lane, data.bytes, data.bytes).data;
-            checker.global_access(agent, lane, address, size, AccessKind::kRead);
+            if (check) {
+                reader.lane = lane;
+                checker.global_access(reader, address, size);
+            }
         }
-        checker.shared_access(agent, lane, *to.owner, to.offset, data.bytes, AccessKind::kWrite);
+        if (check) {
+            writer.lane = lane;
+            checker.shared_access(writer, *to.owner, to.offset, data.bytes);
+        }
         lanes.push_back({to.data, from, &to.owner->shared, to.offset, size});
     });
     const uint32_t bytes = data.bytes;

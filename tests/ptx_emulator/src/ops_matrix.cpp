@@ -33,12 +33,21 @@ Step load_matrix(Warp& warp, const Instruction& i, LaneMask mask) {
     const bool check = checker.enabled();
     const Checker::Actor actor = check ? checker.actor(warp, kCollective, AccessKind::kRead) : Checker::Actor{};
     const uint8_t* rows[32];
-    Repetition repetition;
+    Cta* owners[32];
+    uint32_t offsets[32];
     for (uint32_t row = 0; row < 8 * count; ++row) {
         const auto address = static_cast<uint32_t>(lane_address(warp, i, i.a, row));
         const MemoryReference from = resolve_shared(warp, address, 16, 16);
-        if (check) checker.shared_access(actor, *from.owner, from.offset, 16, &repetition);
         rows[row] = from.data;
+        owners[row] = from.owner;
+        offsets[row] = from.offset;
+        if (check) prefetch_records(from);
+    }
+    if (check) {
+        Repetition repetition(warp.cta.cluster.records);
+        for (uint32_t row = 0; row < 8 * count; ++row) {
+            checker.shared_access(actor, *owners[row], offsets[row], 16, &repetition);
+        }
     }
     for (uint32_t n = 0; n < count; ++n) {
         auto* d = warp.lanes<uint32_t>(i.list[0][n]);

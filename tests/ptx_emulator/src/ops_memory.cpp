@@ -80,7 +80,7 @@ class Notes {
             bytes_ = bytes;
         }
         if (!enabled_ || (reference.space != Space::kShared && reference.space != Space::kGlobal)) return;
-        actor_.record.lane = lane & 63;
+        actor_.lane = lane;
         const auto address = reinterpret_cast<uint64_t>(reference.data);
         if (order_ != MemoryOrder::kWeak && !writes_) {
             checker_.ordered_access(warp_, address, order_, true, false);

@@ -57,6 +57,7 @@ Program::Program(const ModuleSyntax& module, const KernelSyntax& kernel, const M
     executed.assign(kernel.instructions.size(), 0);
     decode(module, kernel, globals, {});
     decode(module, kernel, globals, share_registers(kernel, register_uses(kernel)));
+    number_registers();
 }
 
 void Program::decode(const ModuleSyntax& module, const KernelSyntax& kernel, const ModuleGlobals& globals,
@@ -115,6 +116,29 @@ std::vector<RegisterUse> Program::register_uses(const KernelSyntax& kernel) cons
         }
     }
     return uses;
+}
+
+// Registers that share a place have one number.
+void Program::number_registers() {
+    constexpr uint32_t kNone = ~0u;
+    register_numbers_.assign(register_bytes / 4 + 1, kNone);
+    register_count = 0;
+    auto number = [&](uint32_t offset) {
+        uint32_t& known = register_numbers_[offset / 4];
+        if (known == kNone) known = register_count++;
+        return known;
+    };
+    for (uint32_t offset : register_offsets_) number(offset);
+    for (const InstructionInfo& at : info) {
+        TouchedRegisters registers;
+        registers.first = static_cast<uint32_t>(touched_registers.size());
+        registers.reads = static_cast<uint32_t>(at.reads.size());
+        registers.writes = static_cast<uint32_t>(at.writes.size());
+        registers.copies = (at.roles & kRoleCopiesRegisters) != 0;
+        for (uint32_t offset : at.reads) touched_registers.push_back(number(offset));
+        for (uint32_t offset : at.writes) touched_registers.push_back(number(offset));
+        touched.push_back(registers);
+    }
 }
 
 std::string Program::source(uint32_t pc) const {

@@ -40,6 +40,13 @@ struct SymbolRegister {
     uint32_t value = 0;  // offset in that space
 };
 
+// The registers that an instruction reads and, behind them, writes: where they begin in Program::touched_registers.
+struct TouchedRegisters {
+    uint32_t first = 0;
+    uint32_t reads = 0, writes = 0;
+    bool copies = false;  // kRoleCopiesRegisters
+};
+
 class Program {
   public:
     // Decodes a kernel. Throws EmulationError(kInvalidPtx) with opcode and line for what no handler knows.
@@ -51,6 +58,9 @@ class Program {
     std::map<int, std::string> files;
     std::vector<Instruction> code;
     std::vector<InstructionInfo> info;  // beside code
+    // Beside code: what the checks of every instruction need of info, close together and by register_number().
+    std::vector<TouchedRegisters> touched;
+    std::vector<uint32_t> touched_registers;
     std::vector<ParameterSyntax> parameters;
     uint32_t parameter_bytes = 0;
     uint32_t static_shared = 0;       // bytes
@@ -70,6 +80,9 @@ class Program {
     std::vector<uint8_t> initial_registers;  // 0xff where undefined, constants in place
     std::vector<SpecialRegister> specials;
     std::vector<SymbolRegister> symbols;
+    uint32_t register_count = 0;
+    // Of the register at an offset: less than register_count.
+    uint32_t register_number(uint32_t offset) const { return register_numbers_[offset / 4]; }
 
     // "csrc/sm90/forward.cuh:88", or nothing in a build without line information.
     std::string source(uint32_t pc) const;
@@ -83,9 +96,11 @@ class Program {
                 const std::vector<uint32_t>& slots);
     // By register number, from the offsets of a decoding that gave each register a slot of its own.
     std::vector<RegisterUse> register_uses(const KernelSyntax& kernel) const;
+    void number_registers();
 
     std::deque<std::vector<uint32_t>> lists_;
     std::vector<uint32_t> register_offsets_;
+    std::vector<uint32_t> register_numbers_;  // by offset / 4
 };
 
 }  // namespace ptx_emulator

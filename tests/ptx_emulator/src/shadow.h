@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <new>
 #include <unordered_map>
 #include <vector>
 
@@ -49,126 +50,158 @@ struct AccessRecord {
 static_assert(sizeof(AccessRecord) == 16, "four to a cache line");
 constexpr size_t kMaxCheckedInstructions = size_t{1} << 17;  // of a kernel
 
-// Memory for records: taken in blocks of 1, 2, 4, ... of them, given back all at once with the arena.
+// The records of one granule that may still matter, or of several granules that have the same: then nobody changes them
+// (copy on write). The records lie behind this head, three of them in the same cache line.
+struct alignas(16) RecordList {
+    uint32_t references;  // of granules, and of a Repetition
+    uint32_t size;
+    uint32_t log2_lines;  // cache lines that it takes
+
+    AccessRecord* records() { return reinterpret_cast<AccessRecord*>(this + 1); }
+    const AccessRecord* records() const { return reinterpret_cast<const AccessRecord*>(this + 1); }
+    uint32_t capacity() const { return (4u << log2_lines) - 1; }
+};
+static_assert(sizeof(RecordList) == sizeof(AccessRecord), "a head in place of a record");
+
+// Memory for lists of records: taken in blocks of 1, 2, 4, ... cache lines, given back all at once with the arena.
 class RecordArena {
   public:
-    AccessRecord* take(uint32_t log2_count) {
-        std::vector<AccessRecord*>& available = free_[log2_count];
-        if (!available.empty()) {
-            AccessRecord* records = available.back();
-            available.pop_back();
-            return records;
+    RecordList* take(uint32_t log2_lines) {
+        RecordList* list = available_[log2_lines];
+        if (list) {
+            std::memcpy(&available_[log2_lines], list->records(), sizeof(RecordList*));
+        } else {
+            const size_t count = size_t{1} << log2_lines;
+            if (count > left_) add_chunk(count);
+            list = new (next_) RecordList;
+            next_ += count;
+            left_ -= count;
         }
-        const size_t count = size_t{1} << log2_count;
-        if (count > left_) {
-            left_ = std::max(count, kChunk);
-            chunks_.emplace_back(new AccessRecord[left_]);
-            next_ = chunks_.back().get();
-        }
-        AccessRecord* records = next_;
-        next_ += count;
-        left_ -= count;
-        return records;
+        list->references = 1;
+        list->size = 0;
+        list->log2_lines = log2_lines;
+        return list;
     }
-    void give(AccessRecord* records, uint32_t log2_count) { free_[log2_count].push_back(records); }
+    void release(RecordList* list) {
+        if (--list->references) return;
+        std::memcpy(list->records(), &available_[list->log2_lines], sizeof(RecordList*));
+        available_[list->log2_lines] = list;
+    }
 
   private:
-    static constexpr size_t kChunk = 1024;
-    std::vector<std::unique_ptr<AccessRecord[]>> chunks_;
-    std::vector<AccessRecord*> free_[24];
-    AccessRecord* next_ = nullptr;
+    struct alignas(64) Line {
+        uint8_t bytes[64];
+    };
+    static constexpr size_t kChunk = 512;
+
+    void add_chunk(size_t at_least) {
+        left_ = std::max(at_least, kChunk);
+        chunks_.emplace_back(new Line[left_]);
+        next_ = chunks_.back().get();
+    }
+
+    std::vector<std::unique_ptr<Line[]>> chunks_;
+    RecordList* available_[24] = {};  // by log2_lines; the place of the first record has the next one
+    Line* next_ = nullptr;
     size_t left_ = 0;
 };
 
-// The records of 16 bytes that may still matter: few in practice, so that one cache line has them; the others are in
-// the arena that push() is given, always the same one.
-class alignas(64) Granule {
+// What the checker keeps of 16 bytes. All its lists come from one arena, the one that is passed here.
+class Granule {
   public:
-    uint32_t size() const { return size_; }
-    AccessRecord& operator[](uint32_t i) { return i < kInline ? inline_[i] : more_[i - kInline]; }
-    const AccessRecord& operator[](uint32_t i) const { return i < kInline ? inline_[i] : more_[i - kInline]; }
-    void push(const AccessRecord& record, RecordArena& arena) {
-        if (size_ >= kInline && size_ - kInline == capacity_) grow(arena);
-        ++size_;
-        (*this)[size_ - 1] = record;
+    uint32_t size() const { return list_ ? list_->size : 0; }
+    const AccessRecord& operator[](uint32_t i) const { return list_->records()[i]; }
+    // The rest changes the list; other granules must not have it.
+    AccessRecord& operator[](uint32_t i) { return list_->records()[i]; }
+    void make_own(RecordArena& arena) {
+        if (list_ && list_->references > 1) copy(list_->log2_lines, arena);
+    }
+    void push(const AccessRecord& record, uint32_t lane, uint16_t bytes, RecordArena& arena) {
+        if (!list_) {
+            list_ = arena.take(0);
+        } else if (list_->size == list_->capacity()) {
+            copy(list_->log2_lines + 1u, arena);
+        }
+        AccessRecord& added = list_->records()[list_->size++];
+        added = record;
+        added.lane = lane & 63;
+        added.bytes = bytes;
     }
     // The last record takes the place of the i-th.
     void remove(uint32_t i) {
-        (*this)[i] = (*this)[size_ - 1];
-        --size_;
+        AccessRecord* const records = list_->records();
+        records[i] = records[--list_->size];
     }
-    bool holds(const AccessRecord* records, uint32_t count) const {
-        if (size_ != count) return false;
-        const uint32_t near = std::min(count, kInline);
-        return same(inline_, records, near) && (count == near || same(more_, records + near, count - near));
-    }
-    // Those from the first-th on: the ones before are what they were.
-    void assign(const AccessRecord* records, uint32_t first, uint32_t count, RecordArena& arena) {
-        while (count > kInline + capacity_) grow(arena);
-        size_ = count;
-        for (uint32_t i = first; i < count; ++i) (*this)[i] = records[i];
-    }
-    void prefetch_more() const { __builtin_prefetch(more_); }
+    void prefetch() const { __builtin_prefetch(list_); }
 
   private:
-    static constexpr uint32_t kInline = 3;
+    friend class Repetition;
 
-    static bool same(const AccessRecord* a, const AccessRecord* b, uint32_t count) {
-        uint64_t difference = 0;
-        for (uint32_t i = 0; i < count; ++i) {
-            uint64_t x[2], y[2];
-            std::memcpy(x, &a[i], sizeof x);
-            std::memcpy(y, &b[i], sizeof y);
-            difference |= (x[0] ^ y[0]) | (x[1] ^ y[1]);
-        }
-        return difference == 0;
-    }
-    void grow(RecordArena& arena) {
-        const uint32_t log2_count = capacity_ ? static_cast<uint32_t>(__builtin_ctz(capacity_)) + 1 : 1;
-        AccessRecord* records = arena.take(log2_count);
-        std::copy(more_, more_ + capacity_, records);
-        if (capacity_) arena.give(more_, log2_count - 1);
-        more_ = records;
-        capacity_ = 1u << log2_count;
+    void copy(uint32_t log2_lines, RecordArena& arena) {
+        RecordList* const list = arena.take(log2_lines);
+        list->size = list_->size;
+        std::memcpy(list->records(), list_->records(), list_->size * sizeof(AccessRecord));
+        arena.release(list_);
+        list_ = list;
     }
 
-    AccessRecord inline_[kInline];
-    AccessRecord* more_ = nullptr;
-    uint32_t size_ = 0, capacity_ = 0;  // capacity of more_
+    RecordList* list_ = nullptr;
 };
 
 // What an access has done to the records of a granule. The granules of a tile mostly have the same records, for they
-// are accessed together: then the same access does the same to the next one, and has nothing new to report.
+// are accessed together: then they share a list, the same access does the same to the next one, which gets the list
+// that the access before has left, and there is nothing new to report.
 class Repetition {
   public:
-    bool matches(const Granule& granule, uint16_t bytes) const {
-        return known_ && bytes == bytes_ && granule.holds(before_, before_size_);
+    explicit Repetition(RecordArena& arena) : arena_(arena) {}
+    ~Repetition() {
+        if (before_) arena_.release(before_);
+        if (after_) arena_.release(after_);
     }
-    void repeat(Granule& granule, RecordArena& arena) const { granule.assign(after_, kept_, after_size_, arena); }
+    Repetition(const Repetition&) = delete;
+    Repetition& operator=(const Repetition&) = delete;
+
+    bool matches(const Granule& granule, uint16_t bytes) const {
+        return known_ && granule.list_ == before_ && bytes == bytes_;
+    }
+    void repeat(Granule& granule) const {
+        if (before_) --before_->references;  // this object has one, too
+        ++after_->references;
+        granule.list_ = after_;
+    }
     void begin(const Granule& granule, uint16_t bytes) {
         bytes_ = bytes;
-        before_size_ = copy(granule, before_);
+        if (before_) arena_.release(before_);
+        before_ = granule.list_;
+        // A list that only this granule has will not come again, and may be changed where it is.
+        known_ = !before_ || before_->references > 1;
+        if (!known_) before_ = nullptr;
+        if (before_) ++before_->references;
     }
-    void end(const Granule& granule) {
-        after_size_ = copy(granule, after_);
-        known_ = before_size_ <= kMost && after_size_ <= kMost;
-        if (!known_) return;
-        kept_ = 0;
-        const uint32_t common = std::min(before_size_, after_size_);
-        while (kept_ < common && std::memcmp(&before_[kept_], &after_[kept_], sizeof(AccessRecord)) == 0) ++kept_;
+    // Granules whose records have become the same share them from now on.
+    void end(Granule& granule) {
+        if (after_ == granule.list_) return;
+        if (after_ && same(*after_, *granule.list_)) {
+            arena_.release(granule.list_);
+            granule.list_ = after_;
+        } else {
+            if (after_) arena_.release(after_);
+            after_ = granule.list_;
+        }
+        ++after_->references;
     }
 
   private:
-    static constexpr uint32_t kMost = 24;
-
-    static uint32_t copy(const Granule& granule, AccessRecord* records) {
-        for (uint32_t i = 0; i < std::min(granule.size(), kMost); ++i) records[i] = granule[i];
-        return granule.size();
+    static bool same(const RecordList& a, const RecordList& b) {
+        // Where lists differ, their first records mostly do: those of the lanes that have written the granules.
+        const size_t first = sizeof(AccessRecord);
+        return a.size == b.size && std::memcmp(a.records(), b.records(), first) == 0 &&
+               std::memcmp(a.records() + 1, b.records() + 1, a.size * first - first) == 0;
     }
 
-    AccessRecord before_[kMost], after_[kMost];
-    uint32_t before_size_ = 0, after_size_ = 0;
-    uint32_t kept_ = 0;  // records that are the same before and after
+    RecordArena& arena_;
+    RecordList* before_ = nullptr;  // nullptr, if known: no access before
+    RecordList* after_ = nullptr;
     uint16_t bytes_ = 0;
     bool known_ = false;
 };

@@ -16,7 +16,7 @@ Warp::Warp(Machine& m, Cta& c, uint32_t i, LaneMask lanes) : machine(m), cta(c),
     registers_ += (64 - reinterpret_cast<uintptr_t>(registers_) % 64) % 64;
     local_storage_.assign(size_t{program.local_bytes} * kWarpSize, 0xff);
     initialize_registers();
-    if (program.uses_wgmma && machine.checker.enabled()) access_ages_.assign(program.register_bytes / 8 + 1, 0);
+    if (program.uses_wgmma && machine.checker.enabled()) access_ages_.assign(program.register_count, 0);
     machine.async.attach(&copies.queue);
     machine.async.attach(&bulk.queue);
     machine.async.attach(&tensor_memory.stores);
@@ -90,17 +90,21 @@ void Warp::count_size(uint32_t a, uint32_t b) {
 }
 
 void Warp::note_accesses(uint32_t pc) {
-    const InstructionInfo& info = program.info[pc];
+    const TouchedRegisters& touched = program.touched[pc];
+    const uint32_t* const reads = program.touched_registers.data() + touched.first;
+    const uint32_t* const writes = reads + touched.reads;
     uint32_t age = fences_;
-    if (info.roles & kRoleCopiesRegisters) {
+    if (touched.copies) {
+        const uint32_t guard = program.code[pc].guard;
+        const uint32_t not_copied = guard == kNoRegister ? program.register_count : program.register_number(guard);
         age = 0;
-        for (uint32_t offset : info.reads) {
-            if (offset != program.code[pc].guard) age = std::max(age, access_ages_[offset / 8]);
+        for (uint32_t r = 0; r < touched.reads; ++r) {
+            if (reads[r] != not_copied) age = std::max(age, access_ages_[reads[r]]);
         }
-    } else if (!(info.roles & kRoleWarpgroupMultiply)) {
-        for (uint32_t offset : info.reads) access_ages_[offset / 8] = fences_;
+    } else if (!(program.info[pc].roles & kRoleWarpgroupMultiply)) {
+        for (uint32_t r = 0; r < touched.reads; ++r) access_ages_[reads[r]] = fences_;
     }
-    for (uint32_t offset : info.writes) access_ages_[offset / 8] = age;
+    for (uint32_t r = 0; r < touched.writes; ++r) access_ages_[writes[r]] = age;
 }
 
 Warp::Outcome Warp::run(uint32_t budget) {

@@ -84,7 +84,7 @@ class Warp {
     // front end (mov) carry the age of what they copy.
     void next_fence() { ++fences_; }
     bool accessed_since_fence(uint32_t offset) const {
-        return !access_ages_.empty() && access_ages_[offset / 8] == fences_;
+        return !access_ages_.empty() && access_ages_[program.register_number(offset)] == fences_;
     }
     uint8_t* local(uint32_t lane, uint64_t offset, uint32_t bytes);  // checks bounds
 
@@ -101,7 +101,7 @@ class Warp {
     CopyState copies;
     WarpClock clock;
     uint32_t registers_in_flight = 0;         // how many entries of in_flight are set
-    std::vector<RegisterInFlight> in_flight;  // by register offset / 4; empty: none yet
+    std::vector<RegisterInFlight> in_flight;  // by register number; empty: none yet
     LaneMask carry = 0;                       // CC.CF of add.cc and its kin
     ClusterBarrierWait cluster_barrier;
     MemoryBarrierWait memory_barrier_wait;
@@ -119,7 +119,7 @@ class Warp {
     std::vector<uint8_t> local_storage_;
     uint8_t* registers_ = nullptr;
     std::vector<LaneGroup> added_;
-    std::vector<uint32_t> access_ages_;  // per 8 bytes of the register file: fences_ at its latest access
+    std::vector<uint32_t> access_ages_;  // by register number: fences_ at its latest access
     uint32_t fences_ = 1;
     LaneMask active_ = 0, executing_ = 0;
     uint32_t pc_ = 0;

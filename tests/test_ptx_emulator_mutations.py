@@ -58,8 +58,10 @@ def test_an_access_that_orders_others_becomes_relaxed(schedule: str) -> None:
     """Without its value or its effect a flag would be noticed whatever it orders: the waiting CTA would never end."""
     kernels = UnitKernels()
     data, flag, out = (np.zeros(1, np.int32) for _ in range(3))
+    library = EmulatedLibrary(kernels.file)
+    library.synchronization("hand_over")  # forgets what other tests have executed
     kernels.launch("hand_over", 2, 32, data, flag, out, 1)
-    instructions = EmulatedLibrary(kernels.file).synchronization("hand_over")
+    instructions = library.synchronization("hand_over")
     executed = [instruction for instruction in instructions if instruction.executed]
     assert {each.opcode for each in executed} == {"st.release.gpu.global.s32", "ld.acquire.gpu.global.s32"}
     for instruction in executed:

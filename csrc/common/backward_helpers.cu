@@ -171,8 +171,13 @@ __global__ void __launch_bounds__(kThreads)
                 *reinterpret_cast<float4*>(dq + i) = float4{0.f, 0.f, 0.f, 0.f};
             }
         }
-        const int parts = arguments.scratch.states == nullptr ? 0 : arguments.shape.parts();
-        if (threadIdx.x < parts) arguments.scratch.states[tile.number * parts + threadIdx.x] = kUntouched;
+    }
+    if (arguments.scratch.states != nullptr) {
+        // Of empty slots, too: with cu_seqlens_q that does not ascend a key tile may find rows there, and shall not
+        // wait for whoever seems to have claimed them.
+        const int parts = arguments.shape.parts();
+        if (threadIdx.x < parts)
+            arguments.scratch.states[tile.number * parts + threadIdx.x] = static_cast<int32_t>(PartState::kUntouched);
     }
     const int chunks = tiled ? 0 : attention.head_dim / 4;
     for (int i = threadIdx.x; i < all_rows * chunks; i += kThreads) {
@@ -245,9 +250,9 @@ __global__ void __launch_bounds__(kThreads)
     // Where no key saw any of the rows nobody has stored: all parts are stored or none.
     bool has_sums = true;
     if (arguments.scratch.stores_first) {
-        has_sums = arguments.scratch.states != nullptr
-                       ? arguments.scratch.states[tile.number * shape.parts()] == kStored
-                       : arguments.scratch.turns[tile.number] != 0;
+        has_sums = arguments.scratch.states != nullptr ? arguments.scratch.states[tile.number * shape.parts()] ==
+                                                             static_cast<int32_t>(PartState::kStored)
+                                                       : arguments.scratch.turns[tile.number] != 0;
     }
     // A thread takes 8 columns of rows `row` and `row + 8`, which a quad held; its neighbours take the next columns.
     const int groups = attention.head_dim / 8;
@@ -389,7 +394,7 @@ ScratchLayout scratch_layout(const BackwardParams& params, const ScratchShape& s
     // turns right behind the ticket: one memset serves both.
     layout.ticket = take(attention.deterministic ? 256 + tiles * 4 : 0);
     layout.turns = layout.ticket + 256;
-    layout.states = take(shape.stores_first && !attention.deterministic ? tiles * shape.parts() * 4 : 0);
+    layout.states = take(shape.can_store_first && !attention.deterministic ? tiles * shape.parts() * 4 : 0);
     return layout;
 }
 
@@ -404,18 +409,19 @@ int64_t backward_scratch_size(const BackwardParams& params, const ScratchShape& 
     return scratch_layout(params, shape).size;
 }
 
-BackwardScratch backward_scratch(const BackwardParams& params, const ScratchShape& shape, void* workspace) {
+BackwardScratch backward_scratch(const BackwardParams& params, const ScratchShape& shape, void* workspace,
+                                 bool stores_first) {
     const ScratchLayout layout = scratch_layout(params, shape);
     char* base = static_cast<char*>(workspace);
     BackwardScratch scratch{};
-    scratch.stores_first = shape.stores_first;
+    scratch.stores_first = stores_first;
     scratch.dq = reinterpret_cast<float*>(base + layout.dq);
     scratch.row_terms = reinterpret_cast<float2*>(base + layout.row_terms);
     scratch.dsinks = reinterpret_cast<float*>(base + layout.dsinks);
     if (params.attention.deterministic) {
         scratch.ticket = reinterpret_cast<unsigned long long*>(base + layout.ticket);
         scratch.turns = reinterpret_cast<int32_t*>(base + layout.turns);
-    } else if (shape.stores_first) {
+    } else if (stores_first) {
         scratch.states = reinterpret_cast<int32_t*>(base + layout.states);
     }
     return scratch;

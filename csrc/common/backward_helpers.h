@@ -18,21 +18,22 @@ struct ScratchShape {
     int32_t tile_columns;  // of dQ that a tile holds, at least head_dim; 0: rows
     int32_t part_columns;
     int32_t part_rows;
-    bool stores_first;  // the main kernel can store what comes first to a part of dq, which nobody then clears
+    bool can_store_first;  // the main kernel can store what comes first to a part of dq, which nobody then clears;
+                           // tiles with parts of 64 rows only
 
     constexpr ScratchShape(int32_t block_m, int32_t tile_columns = 0, int32_t part_columns = 0, int32_t part_rows = 64,
-                           bool stores_first = false)
+                           bool can_store_first = false)
         : block_m(block_m),
           tile_columns(tile_columns),
           part_columns(part_columns),
           part_rows(part_rows),
-          stores_first(stores_first) {}
+          can_store_first(can_store_first) {}
 
     constexpr __host__ __device__ int32_t parts() const { return block_m / part_rows * (tile_columns / part_columns); }
 };
 
 // What has become of a part of dq that nobody clears.
-enum PartState : int32_t { kUntouched, kClaimed, kStored };
+enum class PartState : int32_t { kUntouched, kClaimed, kStored };
 
 // The turns of a query tile where cu_seqlens_k does not ascend, and more than any tile has: its dq is cleared.
 constexpr int32_t kEveryTurn = 1 << 30;
@@ -49,7 +50,7 @@ struct BackwardScratch {
                         // query tile's dq, or beyond all of them where cu_seqlens_k does not ascend; nullptr: not
                         // deterministic
     unsigned long long* ticket;  // the next CTA's place in the order; nullptr: not deterministic
-    bool stores_first;           // false: dq is cleared
+    bool stores_first;           // false: dq is cleared; true: but for query tiles of kEveryTurn
     int32_t* states;  // (batch, heads_q, query slots, parts) or (heads_q, ...): PartState; nullptr: deterministic, or
                       // dq is cleared
 };
@@ -57,9 +58,10 @@ struct BackwardScratch {
 // Tiles of block_m query rows per head and, dense, per sequence.
 int64_t backward_query_slots(const ForwardParams& attention, int block_m);
 
-// Bytes of workspace, and its division.
+// Bytes of workspace, and its division. stores_first: as in the scratch, if the shape can.
 int64_t backward_scratch_size(const BackwardParams& params, const ScratchShape& shape);
-BackwardScratch backward_scratch(const BackwardParams& params, const ScratchShape& shape, void* workspace);
+BackwardScratch backward_scratch(const BackwardParams& params, const ScratchShape& shape, void* workspace,
+                                 bool stores_first = false);
 
 // Clears turns, ticket and states, and dq unless the scratch says that the main kernel stores first; fills row_terms
 // and the tiles' sums for dsinks. Lets a programmatic launch behind it start early.

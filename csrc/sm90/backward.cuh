@@ -20,7 +20,7 @@
 //
 // Deterministic: the additions into a query tile are made in ascending order of the key tile. A CTA takes its place
 // from a ticket counter, so it only ever waits for CTAs that have started; the reducers wait for the turn of a query
-// tile, not the consumers.
+// tile, not the consumers. Whoever has the first turn stores.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -60,6 +60,7 @@ struct Backward : BackwardDesign<kType, kHeadDim, kHeadDimV, kTile, kRich> {
     using typename Design::Control;
 
     static constexpr ScratchShape kScratch{kBlockM, kHeadDim, Design::kDqColumns, Design::kRows, true};
+    static_assert(kScratch.parts() == Design::kTurns);  // the reducers count parts of a tile, too
 
     __device__ __forceinline__ static void run(const BackwardArguments& arguments) {
         extern __shared__ __align__(1024) unsigned char smem[];
@@ -94,12 +95,10 @@ struct Backward : BackwardDesign<kType, kHeadDim, kHeadDimV, kTile, kRich> {
         const cudaStream_t stream = static_cast<cudaStream_t>(context->stream);
         BackwardArguments arguments;
         arguments.params = params;
-        arguments.scratch = backward_scratch(params, kScratch, context->workspace);
-        const int32_t sequences = attention.cu_seqlens_q != nullptr ? attention.batch : 1;
-        if (!attention.deterministic && attention.seqlen_q / sequences > Design::kStoresFirstRows) {
-            arguments.scratch.stores_first = false;
-            arguments.scratch.states = nullptr;
-        }
+        // seqlen_q: of a sequence, or of all of them when packed.
+        const int64_t packed = attention.cu_seqlens_q != nullptr ? attention.batch : 1;
+        const bool stores_first = attention.deterministic || attention.seqlen_q <= packed * Design::kStoresFirstRows;
+        arguments.scratch = backward_scratch(params, kScratch, context->workspace, stores_first);
         cudaError_t error = launch_backward_preprocess(params, arguments.scratch, kScratch, stream);
         if (error != cudaSuccess) return error;
 

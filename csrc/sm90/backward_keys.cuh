@@ -19,7 +19,7 @@
 // | landed        | loader and TMA                       | loader        | a tile with a tail of garbage has landed  |
 // | kDsStored     | each consumer thread, which waits    |               | dS is written (a named barrier)           |
 // | dq_full[w]    | each warp of warpgroup w             | reducer w     | its part of dQ is written                 |
-// | dq_empty[w]   | reducer w                            | warpgroup w   | the bulk reduction has read it            |
+// | dq_empty[w]   | reducer w                            | warpgroup w   | the bulk copy or reduction has read it    |
 //
 // kDsStored orders the reuse of dS's buffers as well: a warpgroup comes to it at step m only after its dQ[m-1] is done,
 // and writes at step m + 1 the buffer of m - 1 only after all have come to it at step m.

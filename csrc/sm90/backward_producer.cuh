@@ -1,4 +1,4 @@
-// The loader of the sm90 backward: K, V, then Q, dO and the terms of their rows; and whose turn it is to add to dQ.
+// The loader of the sm90 backward: K, V, then Q, dO and the terms of their rows; and who stores dQ or adds to it, when.
 #pragma once
 
 #include <stdint.h>
@@ -136,25 +136,28 @@ struct BackwardProducer : Shape {
 
     // One thread, while dQ is still being computed: whether a part has been stored.
     __device__ __forceinline__ static bool is_stored(const int32_t* state) {
-        return ptx::ld_acquire_gpu(state) == kStored;
+        return ptx::ld_acquire_gpu(state) == static_cast<int32_t>(PartState::kStored);
     }
 
     // One thread that has something to add to a part: whether it is to store it. If another has taken that upon itself,
-    // waits until it is done. Who claims a part waits for nobody until it has stored it.
+    // waits until it is done. Who claims a part waits for nobody but its own consumers until it has stored it, and they
+    // need nothing from a thread that waits here.
     __device__ __forceinline__ static bool claim(int32_t* state) {
-        if (atomicCAS(state, kUntouched, kClaimed) == kUntouched) return true;
+        constexpr auto kUntouched = static_cast<int32_t>(PartState::kUntouched);
+        if (atomicCAS(state, kUntouched, static_cast<int32_t>(PartState::kClaimed)) == kUntouched) return true;
         while (!is_stored(state)) {
         }
         return false;
     }
 
-    // Lets others add to a part that this thread's bulk copies have been made to, not only their source read.
+    // Waits until this thread's bulk copies are in place, not only their source read, then lets others add.
     __device__ __forceinline__ static void publish(int32_t* state) {
         ptx::cp_async_bulk_wait_group<0>();
-        ptx::st_release_gpu(state, kStored);
+        ptx::st_release_gpu(state, static_cast<int32_t>(PartState::kStored));
     }
 
-    // Until the key blocks before this one have made all their additions to the query tile. Whether there are none.
+    // Until the key blocks before this one have made all their additions to the query tile. Whether
+    // this one is to store: none is before it, and nobody has cleared the tile.
     __device__ __forceinline__ static bool wait_turn(const BackwardArguments& arguments,
                                                      const volatile BackwardWork& work, int64_t tile, int block) {
         const Mask mask{arguments.bounds, work.keys_used - work.queries_used, work.keys_used};
@@ -166,7 +169,8 @@ struct BackwardProducer : Shape {
         return mine == 0 && turns < kEveryTurn;
     }
 
-    // Hands on the turn of a query tile once this thread's bulk reductions have been made, not only their source read.
+    // Hands on the turn of a query tile once this thread's bulk copies and reductions have been made, not only their
+    // source read.
     __device__ __forceinline__ static void end_turn(const BackwardArguments& arguments, int64_t tile) {
         ptx::cp_async_bulk_wait_group<0>();
         ptx::red_release_gpu_add(arguments.scratch.turns + tile, 1);

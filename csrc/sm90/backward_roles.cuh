@@ -27,7 +27,7 @@
 // | ds_full[i]    | each warp of gradients       | queries             | dS is written                               |
 // | ds_empty[i]   | each warp of queries         | gradients           | dQ has read it                              |
 // | dq_full[r][c] | each warp of queries         | reducer r           | 64 columns of dQ, chunk c, are written      |
-// | dq_empty[i]   | reducer                      | queries             | the bulk reduction has read them            |
+// | dq_empty[i]   | reducer                      | queries             | the bulk copy or reduction has read them    |
 //
 // Shared memory: K, V, kStages x Q, kDoutStages x dO, 2 x dS^T (rows are keys), P (fp32), kDqBuffers x 64 columns of dQ
 // (fp32), kStages x (lse, delta), barriers; tiles in panels of 64 columns (panel.cuh).
@@ -336,8 +336,8 @@ struct BackwardRoles : BackwardScores<Shape> {
         for (ProducerWalk walk(arguments, work); walk.left > 0; walk.advance(work), ++number) {
             if (number % kReducers != reducer) continue;
             const int64_t tile = scratch_tile(arguments, work, walk.head, walk.block);
-            int32_t* const state = arguments.scratch.states + tile;
-            const bool is_stored = arguments.scratch.states == nullptr || Producer::is_stored(state);
+            const auto state = [&] { return arguments.scratch.states + tile; };
+            const bool is_stored = arguments.scratch.states == nullptr || Producer::is_stored(state());
             bool is_first = false;
             if (deterministic) is_first = Producer::wait_turn(arguments, work, tile, walk.block);
             float* sums = arguments.scratch.dq + tile * (kBlockM * kHeadDim);
@@ -345,7 +345,7 @@ struct BackwardRoles : BackwardScores<Shape> {
             for (uint32_t chunk = 0; chunk < kDqChunks; ++chunk) {
                 const uint32_t taken = number * kDqChunks + chunk;
                 Barrier::wait(&control.dq_full[reducer][chunk], number / kReducers & 1);
-                if (chunk == 0 && !is_stored) is_first = Producer::claim(state);
+                if (chunk == 0 && !is_stored) is_first = Producer::claim(state());
                 Producer::add(sums + chunk * (kDqBufferBytes / 4), buffers_smem + taken % kDqBuffers * kDqBufferBytes,
                               kDqBufferBytes, is_first);
                 if (chunk > 0) {  // the one before has been read
@@ -358,7 +358,7 @@ struct BackwardRoles : BackwardScores<Shape> {
             if (deterministic) {
                 Producer::end_turn(arguments, tile);
             } else if (is_first) {
-                Producer::publish(state);
+                Producer::publish(state());
             }
         }
         ptx::cp_async_bulk_wait_group<0>();

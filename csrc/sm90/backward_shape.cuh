@@ -97,8 +97,8 @@ struct BackwardShape : BackwardTiles<kType, kHeadDim_, kHeadDimV_, kTile, kRich>
     static_assert(kKeyPanelStep % 16 == 0 && kKeyPanelStep <= kPanelColumns);
     static constexpr int kDqPartBytes = kRows * kDqColumns * 4;  // of one warpgroup
     static constexpr int kTurns = kWarpgroups;                   // a key tile's additions to a query tile
-    // Queries up to which whoever first comes to a part of dQ stores it. In longer sequences a kernel that clears dQ
-    // takes less time than the looks at the parts' states.
+    // Queries, of packed sequences on average, up to which whoever first comes to a part of dQ stores it. In longer
+    // sequences a kernel that clears dQ takes less time than the looks at the parts' states.
     static constexpr int kStoresFirstRows = 2048;
     static constexpr bool kProgrammatic = true;  // starts under the end of the preprocessing
     static constexpr int kTermsAhead =
@@ -153,11 +153,13 @@ struct BackwardRolesShape : BackwardTiles<kType, kHeadDim_, kHeadDimV_, kTile, k
     static constexpr int kDqChunks = kHeadDim / kDqBufferColumns;  // of a block
     static constexpr int kReducers = 2;                            // take turns, a block each
     static_assert(kHeadDim % kDqSlice == 0 && kDqSlice % kDqBufferColumns == 0 && kDqBuffers > 1);
-    static_assert(kDqBuffers <= kReducers * kDqChunks);  // else a barrier could be a phase ahead of its reducer
-    static constexpr int kTurns = 1;                     // a key tile's additions to a query tile
-    static constexpr int kTermsAhead = 0;                // registers allow none
-    static constexpr bool kProgrammatic = false;         // d 256 is 1 to 2 % slower with it
-    static constexpr int kStoresFirstRows = INT32_MAX;   // L2 bounds these, at any length
+    // The first chunk of a block is written only when that of the block before has been handed back: so the reducer of
+    // the block before is past its claim, and none claims a block whose other chunks wait for one that waits itself.
+    static_assert(kDqBuffers <= kDqChunks);
+    static constexpr int kTurns = 1;                    // a key tile's additions to a query tile
+    static constexpr int kTermsAhead = 0;               // registers allow none
+    static constexpr bool kProgrammatic = false;        // d 256 is 1 to 2 % slower with it
+    static constexpr int kStoresFirstRows = INT32_MAX;  // L2 bounds these, at any length
     static constexpr auto kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
 
     static constexpr int kPOffset = Tiles::kDsEnd;

@@ -51,7 +51,8 @@
 // |                    |                       | loader   | loader of a pair: S has read Q                           |
 // | p_full *           | scores, by warps      | products | P is there; S has been read                              |
 // | dp_full            | commit                | scores   | dP is there, and all products issued before it           |
-// | ds_full *          | scores, by warps      | products | dS is there, twice; dP, lse and delta have been read     |
+// | ds_full *          | scores, by warps      | products | dS is there for dK, and for dQ but for what is exchanged;|
+// |                    |                       |          | dP, lse and delta have been read                         |
 // | ds_landed          | relay and copies; pair| relay    | dS from the other CTA has landed                         |
 // | ds_exchanged *     | relays; of a pair     | products | dS is where dQ reads it, in both CTAs                    |
 // | dq_full            | commit                | dQ       | dQ is there                                              |

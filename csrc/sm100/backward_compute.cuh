@@ -41,7 +41,8 @@ struct BackwardCompute : Shape {
         const uint32_t dp_tmem = own_lanes(Shape::dp_column(half), warp);
         const uint32_t ds_tmem = own_lanes(Shape::ds_column(half), warp);
         // dS of queries 64 h to 64 h + 63 goes into panel h. In a pair that is CTA h's panel, which holds the keys of
-        // both: what belongs into the other CTA is staged here.
+        // both (so `half` is a panel of one CTA, and of a pair the rank whose keys these are): what belongs into the
+        // other CTA is staged here.
         const bool is_exchanged = kIsPair && half != Transfer::rank();
         unsigned char* const ds_smem = smem + (is_exchanged ? kDsStagingOffset : kDsOffset + half * kDsPartBytes);
         const Mask mask =

@@ -6,7 +6,8 @@
 //
 // The copy writes through the async proxy, as dQ reads, and its complete-tx at ds_landed is a release at cluster scope
 // (PTX ISA 9.7.9.25.4.1): nothing that a thread of one CTA stores is read from the other's shared memory. The barrier
-// of a copy lies in the CTA that it writes to, but the products of both wait in rank 0, hence the relay.
+// of a copy lies in the CTA that it writes to, but the products of both wait in rank 0, hence the relay, whose wait and
+// arrival have no .scope, as FlashAttention-4's have none (benchmarks/notes/sm100.md).
 #pragma once
 
 #include <stdint.h>

@@ -165,8 +165,10 @@ __global__ void __launch_bounds__(kThreads)
         }
         const int elements = arguments.shape.block_m * arguments.shape.tile_columns;
         float* dq = arguments.scratch.dq + tile.number * elements;
-        const bool every_turn = arguments.scratch.turns != nullptr && arguments.scratch.turns[tile.number] != 0;
-        if (!arguments.scratch.stores_first || every_turn) {
+        // Without states whoever has the first turn stores, but not where every turn has come from the start.
+        const bool stores_first = arguments.scratch.stores_first &&
+                                  (arguments.scratch.states != nullptr || arguments.scratch.turns[tile.number] == 0);
+        if (!stores_first) {
             for (int i = threadIdx.x * 4; i < elements; i += kThreads * 4) {
                 *reinterpret_cast<float4*>(dq + i) = float4{0.f, 0.f, 0.f, 0.f};
             }
@@ -176,8 +178,9 @@ __global__ void __launch_bounds__(kThreads)
         // Of empty slots, too: with cu_seqlens_q that does not ascend a key tile may find rows there, and shall not
         // wait for whoever seems to have claimed them.
         const int parts = arguments.shape.parts();
-        if (threadIdx.x < parts)
+        if (threadIdx.x < parts) {
             arguments.scratch.states[tile.number * parts + threadIdx.x] = static_cast<int32_t>(PartState::kUntouched);
+        }
     }
     const int chunks = tiled ? 0 : attention.head_dim / 4;
     for (int i = threadIdx.x; i < all_rows * chunks; i += kThreads) {

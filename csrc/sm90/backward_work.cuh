@@ -66,8 +66,8 @@ inline void order_key_tiles(BackwardArguments& arguments, int64_t heads, int64_t
 // the block behind it: from the last one, or, if the launch spreads them, each tile from the blocks beside its keys. So
 // tiles of a head that start together do not all wait for the first of them at one query tile: each is the first in its
 // own, stores there, and then comes to what another has stored: without a mask the tile before it, with a causal one
-// the last tile of the head. Tiles that start together stay close, so that the L2 cache has
-// what they read and add to: deterministic causal calls that began at their diagonals took up to twice as long.
+// the last tile of the head. Tiles that start together stay close, so that the L2 cache has what they read and add to:
+// deterministic causal calls that began at their diagonals took up to twice as long.
 struct BackwardWork : KeyTileWork {
     int32_t first_slot;  // of the sequence's query tiles
     int32_t first_block;

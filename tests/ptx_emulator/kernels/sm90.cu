@@ -121,16 +121,21 @@ PRODUCT(128, 1, 0);
 PRODUCT(128, 1, 1);
 #undef PRODUCT
 
+// An operand of 64 x 32, unswizzled.
+__device__ void write_fp8_operand(uint8_t* operand_smem, const uint8_t* values) {
+    for (int i = threadIdx.x; i < 64 * 32; i += 128) {
+        const int row = i / 32, k = i % 32;
+        operand_smem[k / 16 * 1024 + row * 16 + k % 16] = values[i];
+    }
+}
+
 // D (64 x 64) = -A B^T of e4m3 (64 x 32 each), unswizzled, written by threads. skip 1: wgmma.fence, 2: the proxy
 // fence, 3: wait_group after the use of the accumulators, 4: the CTA barrier before the product, 5: nothing, but one
 // warp waits by another instruction than the others.
 __global__ void product_fp8(const uint8_t* a, const uint8_t* b, float* out, int skip) {
     __shared__ __align__(128) uint8_t a_smem[64 * 32], b_smem[64 * 32];
-    for (int i = threadIdx.x; i < 64 * 32; i += 128) {
-        const int row = i / 32, k = i % 32, at = k / 16 * 1024 + row * 16 + k % 16;
-        a_smem[at] = a[i];
-        b_smem[at] = b[i];
-    }
+    write_fp8_operand(a_smem, a);
+    write_fp8_operand(b_smem, b);
     if (skip != 2) proxy_fence();
     if (skip != 4) __syncthreads();
     float d[32];
@@ -161,11 +166,8 @@ __global__ void product_fp8(const uint8_t* a, const uint8_t* b, float* out, int 
 // read. All in one asm statement, so that the register keeps its name.
 __global__ void product_and_read(const uint8_t* a, const uint8_t* b, float* out, int skip) {
     __shared__ __align__(128) uint8_t a_smem[64 * 32], b_smem[64 * 32];
-    for (int i = threadIdx.x; i < 64 * 32; i += 128) {
-        const int row = i / 32, k = i % 32, at = k / 16 * 1024 + row * 16 + k % 16;
-        a_smem[at] = a[i];
-        b_smem[at] = b[i];
-    }
+    write_fp8_operand(a_smem, a);
+    write_fp8_operand(b_smem, b);
     proxy_fence();
     __syncthreads();
     float d[32];

@@ -4,18 +4,15 @@
 // A step of a consumer, FlashAttention-3's; what stands on the right runs in the tensor cores meanwhile:
 //   issue S, dP; wait S; P                                     dP
 //   wait dP; dS -> shared memory
-//   issue dV; all warpgroups' dS is stored; issue dQ, dK       dV
-//   wait dV: dO is free                                        dQ, dK
-//   wait dQ; dQ -> shared memory                               dK
-//   wait dK: Q is free
+//   issue dV; all warpgroups' dS is stored; issue dQ, dK       dV, dQ, dK
+//   wait dV, dQ; dQ -> shared memory                           dK
+//   wait dK: Q and dO are free
 //
 // | barrier       | arrives                              | waits         | a phase ends when                         |
-// | k_full        | loader and TMA                       | consumers     | K has landed, zero behind the last key    |
-// | v_full        | likewise                             |               |                                           |
-// | q_full[s]     | loader and TMA                       | consumers     | Q and the terms of its rows have landed   |
-// | q_empty[s]    | each consumer warp                   | loader        | dK has read Q                             |
-// | dout_full[s]  | loader and TMA                       | consumers     | dO has landed                             |
-// | dout_empty[s] | each consumer warp                   | loader        | dV has read dO                            |
+// | q_full[s]     | loader and TMA                       | consumers     | Q and the terms of its rows have landed;  |
+// |               |                                      |               | at first K, too, zero behind the last key |
+// | dout_full[s]  | loader and TMA                       | consumers     | dO has landed, at first V, too            |
+// | q_empty[s]    | each consumer warp                   | loader        | dK has read Q, and before it dV dO        |
 // | landed        | loader and TMA                       | loader        | a tile with a tail of garbage has landed  |
 // | kDsStored     | each consumer thread, which waits    |               | dS is written (a named barrier)           |
 // | dq_full[w]    | each warp of warpgroup w             | reducer w     | its part of dQ is written                 |
@@ -111,26 +108,25 @@ struct BackwardKeys : BackwardScores<Shape> {
 #pragma unroll
         for (int i = 0; i < kHeadDimV / 2; ++i) dv_frag[i] = 0.f;
 
-        const auto release = [&](uint64_t* barrier) { Scores::release(barrier, lane); };
         const auto stage = [&] { return number % kStages; };
         const auto phase = [&] { return number / kStages & 1; };
         const auto issue_s = [&] {
             Barrier::wait(&control.q_full[stage()], phase());
-            Scores::template issue_scores<kHeadDim, kKeyPanelStep>(s_frag, k_rows, q_rows + stage() * (kQBytes >> 4));
+            Scores::template issue_scores<kHeadDim, false, kKeyPanelStep>(s_frag, k_rows,
+                                                                          q_rows + stage() * (kQBytes >> 4));
         };
         const auto issue_dp = [&] {
             Barrier::wait(&control.dout_full[stage()], phase());
             const uint64_t dout_stage = dout_rows + stage() * (kDoutBytes >> 4);
             if constexpr (kVInRegisters) {
-                Scores::template issue_scores<kHeadDimV>(dp_frag, v_frag, dout_stage);
+                Scores::template issue_scores<kHeadDimV, true>(dp_frag, v_frag, dout_stage);
             } else {
-                Scores::template issue_scores<kHeadDimV>(dp_frag, v_rows, dout_stage);
+                Scores::template issue_scores<kHeadDimV, true>(dp_frag, v_rows, dout_stage);
             }
         };
         const auto issue_dq = [&] {
             const uint64_t ds_buffer = ds_rows + number % kDsBuffers * (kDsBytes >> 4);
-            fence_operand(dq_frag);
-            cute::warpgroup_arrive();
+            fence_operand(dq_frag);  // the wgmma.fence before dV is behind all accesses to it
 #pragma unroll
             for (int step = 0; step < kBlockN / 16; ++step) {
                 multiply_ss_k_mn<kDataType, kDqColumns>(dq_frag, ds_buffer + column_step(step, kBlockM),
@@ -146,7 +142,7 @@ struct BackwardKeys : BackwardScores<Shape> {
                 part_smem[i * 128] = {dq_frag[4 * i], dq_frag[4 * i + 1], dq_frag[4 * i + 2], dq_frag[4 * i + 3]};
             }
             cutlass::arch::fence_view_async_shared();  // the bulk reduction reads through the async proxy
-            release(&control.dq_full[warpgroup]);
+            Scores::release(&control.dq_full[warpgroup], lane);
         };
         const typename Scores::Thread place{arguments, work, row, lane};
         const auto make_ds = [&](const typename Scores::RowTerms& delta) {
@@ -162,11 +158,12 @@ struct BackwardKeys : BackwardScores<Shape> {
                 Scores::pack_group(ds_frag, dp_frag, i);
             }
         };
-        const auto issue_dv = [&] {
+        const auto issue_dv = [&] {  // of one group with dQ
             Scores::template issue_gradient<kHeadDimV>(dv_frag, p_frag, dout_rows + stage() * (kDoutBytes >> 4));
         };
         const auto issue_dk = [&] {
-            Scores::template issue_gradient<kHeadDim>(dk_frag, ds_frag, q_rows + stage() * (kQBytes >> 4));
+            Scores::template issue_gradient<kHeadDim, true>(dk_frag, ds_frag, q_rows + stage() * (kQBytes >> 4));
+            cute::warpgroup_commit_batch();
         };
 
         // One query block.
@@ -194,25 +191,24 @@ struct BackwardKeys : BackwardScores<Shape> {
             cutlass::arch::NamedBarrier::sync(128 * kWarpgroups, kDsStored);
             issue_dq();
             issue_dk();
-            cute::warpgroup_wait<2>();
+            cute::warpgroup_wait<1>();
             fence_operand(dv_frag);
             fence_operand(p_frag);
-            release(&control.dout_empty[stage()]);
-            cute::warpgroup_wait<1>();
             fence_operand(dq_frag);
             write_dq(number);
             cute::warpgroup_wait<0>();
             fence_operand(dk_frag);
             fence_operand(ds_frag);
-            release(&control.q_empty[stage()]);
+            Scores::release_read(&control.q_empty[stage()], lane);
             ++number;
         };
 
         QueryWalk walk(arguments, work);
         if (walk.left > 0) {
-            Barrier::wait(&control.k_full, 0);
-            Barrier::wait(&control.v_full, 0);
-            if constexpr (kVInRegisters) load_v(v_frag, smem_address, row - lane / 4, lane);
+            if constexpr (kVInRegisters) {
+                Barrier::wait(&control.dout_full[0], 0);
+                load_v(v_frag, smem_address, row - lane / 4, lane);
+            }
 #pragma unroll 1
             for (; walk.left > 0; walk.advance()) step(walk.head, walk.block, walk.is_masked());
         }
@@ -262,7 +258,6 @@ struct BackwardKeys : BackwardScores<Shape> {
             if (is_first && !deterministic) Producer::publish(state());
         }
         if (added >= 0) Producer::end_turn(arguments, added);
-        ptx::cp_async_bulk_wait_group<0>();
     }
 };
 

@@ -14,11 +14,11 @@
 //   reducers:   bulk reductions of these into the scratch, a block each in turn
 //
 // | barrier       | arrives                      | waits               | a phase ends when                           |
-// | k_full        | loader and TMA               | scores, queries     | K has landed, zero behind the last key      |
-// | v_full        | likewise                     | gradients           |                                             |
-// | q_full[s]     | loader and TMA               | scores, gradients   | Q and the terms of its rows have landed     |
+// | q_full[s]     | loader and TMA               | scores; gradients   | Q and the terms of its rows have landed; at |
+// |               |                              | and queries by what | first K, too, zero behind the last key      |
+// |               |                              | comes of S          |                                             |
 // | q_empty[s]    | each warp of gradients       | loader              | dK has read Q (S has: dS was made from it)  |
-// | dout_full[s]  | loader and TMA               | scores, gradients   | dO has landed                               |
+// | dout_full[s]  | loader and TMA               | scores, gradients   | dO has landed, at first V, too              |
 // | dout_empty[s] | each warp of scores and      | loader              | dV and dP have read dO                      |
 // |               | gradients                    |                     |                                             |
 // | landed        | loader and TMA               | loader              | a tile with a tail of garbage has landed    |
@@ -132,9 +132,9 @@ struct BackwardRoles : BackwardScores<Shape> {
 #pragma unroll
         for (int i = 0; i < kHeadDimV / 2; ++i) dv_frag[i] = 0.f;
 
-        const auto issue_s = [&] {
+        const auto issue_s = [&]<bool kFenced> {
             Barrier::wait(&control.q_full[stage(number)], phase(number));
-            Scores::template issue_scores<kHeadDim>(s_frag, k_rows, q_rows + stage(number) * (kQBytes >> 4));
+            Scores::template issue_scores<kHeadDim, kFenced>(s_frag, k_rows, q_rows + stage(number) * (kQBytes >> 4));
         };
         // One query block whose S is there. kHasNext: computes that of the next.
         const auto step = [&]<bool kHasNext>(int head, int block, bool is_masked) {
@@ -156,17 +156,18 @@ struct BackwardRoles : BackwardScores<Shape> {
             const uint32_t buffer = dout_stage(number);
             Barrier::wait(&control.dout_full[buffer], dout_phase(number));
             Scores::template issue_gradient<kHeadDimV>(dv_frag, p_frag, dout_rows + buffer * (kDoutBytes >> 4));
+            cute::warpgroup_commit_batch();
             ++number;
             if constexpr (kHasNext) {
-                issue_s();
+                issue_s.template operator()<true>();
                 cute::warpgroup_wait<1>();
             } else {
                 cute::warpgroup_wait<0>();
             }
             fence_operand(dv_frag);
             fence_operand(p_frag);
-            Scores::release(&control.dout_empty[buffer], lane);
             if constexpr (kHasNext) {
+                Scores::release_read(&control.dout_empty[buffer], lane);
                 cute::warpgroup_wait<0>();
                 fence_operand(s_frag);
             }
@@ -174,8 +175,7 @@ struct BackwardRoles : BackwardScores<Shape> {
 
         QueryWalk walk(arguments, control.work);
         if (walk.left > 0) {
-            Barrier::wait(&control.k_full, 0);
-            issue_s();
+            issue_s.template operator()<false>();
             cute::warpgroup_wait<0>();
             fence_operand(s_frag);
 #pragma unroll 1
@@ -206,15 +206,15 @@ struct BackwardRoles : BackwardScores<Shape> {
 #pragma unroll
         for (int i = 0; i < kHeadDim / 2; ++i) dk_frag[i] = 0.f;
 
-        const auto issue_dp = [&] {
+        const auto issue_dp = [&]<bool kFenced> {
             Barrier::wait(&control.dout_full[dout_stage(number)], dout_phase(number));
-            Scores::template issue_scores<kHeadDimV>(dp_frag, v_rows,
-                                                     dout_rows + dout_stage(number) * (kDoutBytes >> 4));
+            Scores::template issue_scores<kHeadDimV, kFenced>(dp_frag, v_rows,
+                                                              dout_rows + dout_stage(number) * (kDoutBytes >> 4));
         };
         const auto wait_dp = [&] {
             cute::warpgroup_wait<0>();
             fence_operand(dp_frag);
-            Scores::release(&control.dout_empty[dout_stage(number)], lane);
+            Scores::release_read(&control.dout_empty[dout_stage(number)], lane);
         };
         const auto make_ds = [&](const typename Scores::RowTerms& delta) {
 #pragma unroll
@@ -233,36 +233,35 @@ struct BackwardRoles : BackwardScores<Shape> {
         // One query block whose dP is there. kHasNext: computes that of the next.
         const auto step = [&]<bool kHasNext> {
             const uint32_t buffer = number % kDsBuffers, q_stage = stage(number);
-            Barrier::wait(&control.q_full[q_stage], phase(number));
-            Barrier::wait(&control.p_full, number & 1);
+            Barrier::wait(&control.p_full, number & 1);  // P was made of Q, which so is there, too
             make_ds(typename Scores::RowTerms(row_terms(smem, number, lane) + kBlockM / 2));
-            Scores::release(&control.p_empty, lane);
+            if constexpr (kHasNext) Scores::release(&control.p_empty, lane);
             Barrier::wait(&control.ds_empty[buffer], number / kDsBuffers & 1 ^ 1);
             Scores::store_ds_by_keys(ds_smem + buffer * kDsBytes, ds_frag, lane);
             cutlass::arch::fence_view_async_shared();  // wgmma reads through the async proxy
             Scores::release(&control.ds_full[buffer], lane);
             Scores::template issue_gradient<kHeadDim>(dk_frag, ds_frag, q_rows + q_stage * (kQBytes >> 4));
+            cute::warpgroup_commit_batch();
             ++number;
             // One buffer of dO: the next is not there yet.
             if constexpr (kHasNext && kDoutStages > 1) {
-                issue_dp();
+                issue_dp.template operator()<true>();
                 cute::warpgroup_wait<1>();
             } else {
                 cute::warpgroup_wait<0>();
             }
             fence_operand(dk_frag);
             fence_operand(ds_frag);
-            Scores::release(&control.q_empty[q_stage], lane);
             if constexpr (kHasNext) {
-                if constexpr (kDoutStages == 1) issue_dp();
+                Scores::release_read(&control.q_empty[q_stage], lane);
+                if constexpr (kDoutStages == 1) issue_dp.template operator()<true>();
                 wait_dp();
             }
         };
 
         QueryWalk walk(arguments, control.work);
         if (walk.left > 0) {
-            Barrier::wait(&control.v_full, 0);
-            issue_dp();
+            issue_dp.template operator()<false>();
             wait_dp();
 #pragma unroll 1
             for (int left = walk.left; left > 1; --left) step.template operator()<true>();
@@ -284,7 +283,6 @@ struct BackwardRoles : BackwardScores<Shape> {
         DqFragment dq_frag;
         uint32_t number = 0, written = 0;  // steps; buffers
         QueryWalk walk(arguments, work);
-        if (walk.left > 0) Barrier::wait(&control.k_full, 0);
 #pragma unroll 1
         for (; walk.left > 0; walk.advance()) {
             const uint32_t buffer = number % kDsBuffers;
@@ -303,7 +301,7 @@ struct BackwardRoles : BackwardScores<Shape> {
                 cute::warpgroup_commit_batch();
                 cute::warpgroup_wait<0>();
                 fence_operand(dq_frag);
-                if (column + kDqSlice == kHeadDim) Scores::release(&control.ds_empty[buffer], lane);
+                if (column + kDqSlice == kHeadDim) Scores::release_read(&control.ds_empty[buffer], lane);
 #pragma unroll
                 for (int part = 0; part < kDqSlice / kDqBufferColumns; ++part) {
                     const uint32_t place = written % kDqBuffers;
@@ -361,7 +359,6 @@ struct BackwardRoles : BackwardScores<Shape> {
                 Producer::publish(state());
             }
         }
-        ptx::cp_async_bulk_wait_group<0>();
     }
 };
 

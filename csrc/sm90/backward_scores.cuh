@@ -32,11 +32,12 @@ struct BackwardScores : Shape {
     };
 
     // S or dP: 64 keys (rows of K or V, whose panels begin kPanelStep columns apart) times all queries of a block (rows
-    // of Q or dO), over kColumns. Asynchronous.
-    template <int kColumns, int kPanelStep = kPanelColumns>
+    // of Q or dO), over kColumns. kFenced: a wgmma.fence has been executed since anything but a product last touched
+    // the registers (PTX ISA 9.7.15.7.1). Asynchronous.
+    template <int kColumns, bool kFenced = false, int kPanelStep = kPanelColumns>
     __device__ __forceinline__ static void issue_scores(ScoreFragment& scores, uint64_t keys, uint64_t queries) {
         fence_operand(scores);
-        cute::warpgroup_arrive();
+        if constexpr (!kFenced) cute::warpgroup_arrive();
 #pragma unroll
         for (int step = 0; step < kColumns / 16; ++step) {
             multiply_ss<kDataType, kBlockM>(scores, keys + column_step(step, kBlockN, kPanelStep),
@@ -46,12 +47,12 @@ struct BackwardScores : Shape {
     }
 
     // The same with the 64 keys in registers.
-    template <int kColumns>
+    template <int kColumns, bool kFenced = false>
     __device__ __forceinline__ static void issue_scores(ScoreFragment& scores, uint32_t (&keys)[kColumns / 4],
                                                         uint64_t queries) {
         fence_operand(scores);
         fence_operand(keys);
-        cute::warpgroup_arrive();
+        if constexpr (!kFenced) cute::warpgroup_arrive();
 #pragma unroll
         for (int step = 0; step < kColumns / 16; ++step) {
             multiply_rs_k<kDataType, kBlockM>(scores, keys + 4 * step, queries + column_step(step, kBlockM), step > 0);
@@ -60,14 +61,14 @@ struct BackwardScores : Shape {
     }
 
     // gradient += P dO or dS Q, for 64 keys. ptxas gives no instruction more registers than a thread has at the launch:
-    // where those are 128, 256 columns take two. Asynchronous.
-    template <int kColumns>
+    // where those are 128, 256 columns take two. kFenced: as above. Asynchronous; the caller commits.
+    template <int kColumns, bool kFenced = false>
     __device__ __forceinline__ static void issue_gradient(float (&gradient)[kColumns / 2], PackedFragment& scores,
                                                           uint64_t queries) {
         constexpr int kFirst = kColumns == 256 && Shape::kThreads > 384 ? 128 : kColumns;
         fence_operand(gradient);
         fence_operand(scores);
-        cute::warpgroup_arrive();
+        if constexpr (!kFenced) cute::warpgroup_arrive();
 #pragma unroll
         for (int step = 0; step < kBlockM / 16; ++step) {
 #pragma unroll
@@ -77,12 +78,17 @@ struct BackwardScores : Shape {
                                                queries + row_step(step) + column_offset(column, kBlockM));
             }
         }
-        cute::warpgroup_commit_batch();
     }
 
     // One warp: its lanes have done what the barrier waits for.
     __device__ __forceinline__ static void release(uint64_t* barrier, int lane) {
         __syncwarp();
+        if (lane == 0) Barrier::arrive(barrier);
+    }
+
+    // The same right behind a wait for products that are all, or the last, that reads what the barrier hands back: a
+    // warp comes to wgmma.wait_group together (PTX ISA 9.7.15.7.3: .sync).
+    __device__ __forceinline__ static void release_read(uint64_t* barrier, int lane) {
         if (lane == 0) Barrier::arrive(barrier);
     }
 

@@ -65,16 +65,13 @@ struct BackwardTiles {
     using DvFragment = float[kHeadDimV / 2];
 };
 
-// Those between the loader and the consumers; the numbers of warps that hand Q and dO back.
+// Those between the loader and the consumers; the number of warps that hand Q back.
 template <class Control>
-__device__ __forceinline__ void init_load_barriers(Control& control, int q_warps, int dout_warps) {
-    Barrier::init(&control.k_full, 1);
-    Barrier::init(&control.v_full, 1);
+__device__ __forceinline__ void init_load_barriers(Control& control, int q_warps) {
     Barrier::init(&control.landed, 1);
     for (uint64_t& barrier : control.q_full) Barrier::init(&barrier, 1);
     for (uint64_t& barrier : control.q_empty) Barrier::init(&barrier, q_warps);
     for (uint64_t& barrier : control.dout_full) Barrier::init(&barrier, 1);
-    for (uint64_t& barrier : control.dout_empty) Barrier::init(&barrier, dout_warps);
 }
 
 // Every warpgroup has 64 keys (backward_keys.cuh).
@@ -83,7 +80,8 @@ struct BackwardShape : BackwardTiles<kType, kHeadDim_, kHeadDimV_, kTile, kRich>
     using Tiles = BackwardTiles<kType, kHeadDim_, kHeadDimV_, kTile, kRich>;
     using Tiles::kBlockM, Tiles::kBlockN, Tiles::kHeadDim, Tiles::kRows, Tiles::kWarpgroups, Tiles::kThreads;
     using Tiles::kStages, Tiles::kDoutStages, Tiles::kTermsBytes, Tiles::kConsumerWarps;
-    static_assert(kBlockN == kRows * kWarpgroups);
+    static_assert(kBlockN == kRows * kWarpgroups && kDoutStages == kStages);
+    static constexpr bool kHandsDoutBack = false;  // Q's buffer of the same step is the last to be free
     static constexpr bool kVInRegisters = kTile.v_in_registers != 0;
 
     // dQ of a block is shared out among the warpgroups: by rows where there are 64 for each, else by columns.
@@ -115,9 +113,9 @@ struct BackwardShape : BackwardTiles<kType, kHeadDim_, kHeadDimV_, kTile, kRich>
     static_assert(128 * (kProducerRegisters + kWarpgroups * kConsumerRegisters) <= 65536 / kThreads / 8 * 8 * kThreads);
 
     struct Control {
-        uint64_t k_full, v_full, landed;
+        uint64_t landed;
         uint64_t q_full[kStages], q_empty[kStages];
-        uint64_t dout_full[kDoutStages], dout_empty[kDoutStages];
+        uint64_t dout_full[kDoutStages];
         uint64_t dq_full[kWarpgroups], dq_empty[kWarpgroups];
         BackwardWork work;
     };
@@ -127,7 +125,7 @@ struct BackwardShape : BackwardTiles<kType, kHeadDim_, kHeadDimV_, kTile, kRich>
     using VFragment = uint32_t[kVInRegisters ? kHeadDimV_ / 4 : 1];  // 64 keys as an A operand
 
     __device__ __forceinline__ static void init_barriers(Control& control) {
-        init_load_barriers(control, kConsumerWarps, kConsumerWarps);
+        init_load_barriers(control, kConsumerWarps);
         for (int i = 0; i < kWarpgroups; ++i) {
             Barrier::init(&control.dq_full[i], 4);
             Barrier::init(&control.dq_empty[i], 1);
@@ -144,6 +142,8 @@ struct BackwardRolesShape : BackwardTiles<kType, kHeadDim_, kHeadDimV_, kTile, k
     static_assert(kWarpgroups == 3 && kBlockM == kRows && kBlockN == kRows && kStages > 1);
     static_assert(kTile.v_in_registers == 0);
 
+    static constexpr bool kHandsDoutBack = true;
+    static constexpr bool kVInRegisters = false;
     static constexpr int kDqColumns = kHeadDim;  // in one part of the scratch
     static constexpr int kKeyPanelStep = kPanelColumns;
     static constexpr int kDqSlice = kTile.dq_slice;  // of a product
@@ -175,7 +175,7 @@ struct BackwardRolesShape : BackwardTiles<kType, kHeadDim_, kHeadDimV_, kTile, k
     static constexpr int kQueriesRegisters = 512 - kProducerRegisters - kScoresRegisters - kGradientsRegisters;
 
     struct Control {
-        uint64_t k_full, v_full, landed;
+        uint64_t landed;
         uint64_t q_full[kStages], q_empty[kStages];
         uint64_t dout_full[kDoutStages], dout_empty[kDoutStages];
         uint64_t p_full, p_empty;
@@ -188,7 +188,8 @@ struct BackwardRolesShape : BackwardTiles<kType, kHeadDim_, kHeadDimV_, kTile, k
     using DqFragment = float[kDqSlice / 2];
 
     __device__ __forceinline__ static void init_barriers(Control& control) {
-        init_load_barriers(control, 4, 8);
+        init_load_barriers(control, 4);
+        for (uint64_t& barrier : control.dout_empty) Barrier::init(&barrier, 8);
         Barrier::init(&control.p_full, 4);
         Barrier::init(&control.p_empty, 4);
         for (int i = 0; i < kDsBuffers; ++i) {

@@ -459,17 +459,15 @@ def main() -> int:
 
     library = EmulatedLibrary(folder / f"libflash_ext_{arguments.path}.so")
     failures: list[str] = []
-    helpers = True  # once
     done: dict[str, Report] = {}
     kernels = {kernel["name"]: kernel for kernel in flash_ext.kernels() if kernel["path"] == arguments.path}
     for name in arguments.kernel or kernels:
         if name not in kernels:
             parser.error(f"--kernel is {name!r}; {folder} has {', '.join(kernels)}")
+    # Once, with a kernel that is launched as the first of them is: programmatically or not.
+    with_helpers = next((name for name, kernel in kernels.items() if kernel["direction"] == "backward"), "")
     for kernel in [kernels[name] for name in arguments.kernel or kernels]:
-        reports = mutate(
-            library, kernel, helpers and kernel["direction"] == "backward", done, partial(print, flush=True)
-        )
-        helpers = helpers and kernel["direction"] != "backward"
+        reports = mutate(library, kernel, kernel["name"] == with_helpers, done, partial(print, flush=True))
         if not reports:
             failures.append(f"{kernel['name']}: no call reaches it")
         for report in reports:

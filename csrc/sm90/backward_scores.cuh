@@ -8,6 +8,7 @@
 #include <cute/arch/copy_sm90.hpp>
 #include <cute/arch/mma_sm90_gmma.hpp>
 
+#include "core/exp2_polynomial.cuh"
 #include "core/numeric.cuh"
 #include "ptx/ex2.cuh"
 #include "sm90/backward_shape.cuh"
@@ -20,7 +21,7 @@ namespace flash_ext::sm90 {
 
 template <class Shape>
 struct BackwardScores : Shape {
-    using Shape::kBlockM, Shape::kBlockN, Shape::kDataType, Shape::kIsRich;
+    using Shape::kBlockM, Shape::kBlockN, Shape::kDataType, Shape::kIsRich, Shape::kPolynomials;
     using typename Shape::ScoreFragment, typename Shape::PackedFragment;
 
     // A thread of the warpgroup.
@@ -135,7 +136,8 @@ struct BackwardScores : Shape {
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
                 float& s = s_frag[4 * i + c];
-                s = ptx::ex2_approx_ftz(fmaf(s, thread.arguments.scale_log2, c % 2 ? -terms.y : -terms.x));
+                const float power = fmaf(s, thread.arguments.scale_log2, c % 2 ? -terms.y : -terms.x);
+                s = is_polynomial(i, kPolynomials) ? exp2_polynomial(power) : ptx::ex2_approx_ftz(power);
             }
             finish(i);
         }

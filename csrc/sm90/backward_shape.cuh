@@ -21,6 +21,7 @@ struct BackwardTile {
     int dq_slice = 0;        // roles: columns of dQ that are computed at once
     int dq_buffers = 0;      // roles: of 64 columns of dQ on their way to the scratch, 2 or more
     int v_in_registers = 0;  // not roles; 1: dP has V from registers
+    int polynomials = 0;     // of every 16 groups of 4 scores, how many are raised by a polynomial, not MUFU.EX2; plain
 };
 
 // What both designs have.
@@ -35,6 +36,8 @@ struct BackwardTiles {
     static constexpr int kStages = kTile.stages;
     static constexpr int kDoutStages = kTile.dout_stages > 0 ? kTile.dout_stages : kStages;
     static constexpr int kRows = 64;  // of a warpgroup's product
+    static constexpr int kPolynomials = kTile.polynomials;
+    static_assert(!kRich || kPolynomials == 0);
     static constexpr int kWarpgroups = kTile.warps / 4 - 1;
     static constexpr int kConsumerWarps = 4 * kWarpgroups;
     static constexpr int kThreads = kTile.warps * 32;

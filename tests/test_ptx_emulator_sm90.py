@@ -297,6 +297,24 @@ def test_bulk_copies_between_ctas_need_each_step(kernels: UnitKernels, schedule:
     assert re.search(report, str(error), re.DOTALL)
 
 
+def test_bulk_reduction_behind_a_bulk_store(kernels: UnitKernels, schedule: str) -> None:
+    """One CTA's store, another's addition to it: a release, an acquire, and a proxy fence of global memory."""
+    out, flag = aligned_array(np.zeros(128, np.float32)), np.zeros(1, np.int32)
+    kernels.launch("store_then_add", 2, 128, out, flag, 0)
+    np.testing.assert_array_equal(out, 2 * np.arange(128) + 1000)
+
+
+@pytest.mark.parametrize(
+    ("skip", "report"), [(1, "hazard: race"), (2, "no fence.proxy.async of global"), (3, "no fence.proxy.async of global")]
+)
+def test_bulk_reduction_behind_a_bulk_store_needs_each_step(
+    kernels: UnitKernels, schedule: str, skip: int, report: str
+) -> None:
+    """The wait for the store, the fence behind the acquire; one of shared memory does not do."""
+    out, flag = aligned_array(np.zeros(128, np.float32)), np.zeros(1, np.int32)
+    assert report in str(error_of(kernels, "store_then_add", 2, 128, out, flag, skip))
+
+
 def test_remote_access_to_an_ended_cta(kernels: UnitKernels, schedule: str) -> None:
     """A CTA must not end before the others of the cluster have finished with its shared memory."""
     assert "which has ended" in str(error_of(kernels, "write_to_ended", 2, 32, 100_000))

@@ -212,7 +212,6 @@ struct Backward : BackwardShape<kType, kHeadDim, kHeadDimV, kTile, kRich> {
             if (error != cudaSuccess) return error;
             fill_backward_arguments(arguments, kBlockM);
             sm90::order_key_tiles(arguments, heads, tiles);
-            arguments.spreads = 0;
 
             const void* kernel = reinterpret_cast<const void*>(&backward_kernel<Backward>);
             static SharedMemoryOptIn opt_in;

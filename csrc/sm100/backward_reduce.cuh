@@ -100,6 +100,7 @@ struct BackwardReduce : Shape {
         const int mine = (work.begin / kBlockN - key_blocks(mask, begin, end, kBlockN).begin) * kWarps;
         while (ptx::ld_acquire_gpu(arguments.scratch.turns + tile) < mine) {
         }
+        ptx::fence_proxy_async_global();  // this thread's reductions come behind theirs
     }
 };
 

@@ -110,7 +110,6 @@ struct Backward : BackwardDesign<kType, kHeadDim, kHeadDimV, kTile, kRich> {
             if (error != cudaSuccess) return error;
             fill_backward_arguments(arguments, kBlockM);
             order_key_tiles(arguments, heads, tiles);
-            arguments.spreads = arguments.scratch.states != nullptr;
 
             const void* kernel = reinterpret_cast<const void*>(&backward_kernel<Backward>);
             static SharedMemoryOptIn opt_in;

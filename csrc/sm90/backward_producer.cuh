@@ -158,7 +158,9 @@ struct BackwardProducer : Shape {
 
     // One thread, while dQ is still being computed: whether a part has been stored.
     __device__ __forceinline__ static bool is_stored(const int32_t* state) {
-        return ptx::ld_acquire_gpu(state) == static_cast<int32_t>(PartState::kStored);
+        if (ptx::ld_acquire_gpu(state) != static_cast<int32_t>(PartState::kStored)) return false;
+        ptx::fence_proxy_async_global();  // this thread's reductions come behind that store
+        return true;
     }
 
     // One thread that has something to add to a part: whether it is to store it. If another has taken that upon itself,
@@ -188,6 +190,7 @@ struct BackwardProducer : Shape {
         int32_t turns = 0;
         while ((turns = ptx::ld_acquire_gpu(arguments.scratch.turns + tile)) < mine) {
         }
+        ptx::fence_proxy_async_global();  // this thread's reductions come behind theirs
         return mine == 0 && turns < kEveryTurn;
     }
 

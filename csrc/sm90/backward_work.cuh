@@ -14,7 +14,6 @@ struct BackwardArguments : flash_ext::BackwardArguments {
     TensorMap q, k, v, dout;
     int32_t key_tail_is_garbage;    // 1: what TMA brings from behind a sequence's keys may be anything
     int32_t query_tail_is_garbage;  // 1: likewise queries
-    int32_t spreads;                // 1: key tiles start their walks at different query blocks
 };
 
 // The maps of Q, K, V and dO, for boxes of so many rows. Without queries none of theirs is used.
@@ -63,7 +62,7 @@ inline void order_key_tiles(BackwardArguments& arguments, int64_t heads, int64_t
 }
 
 // A CTA walks query blocks of its key tile's query heads, head by head, each head from `first_block` down and round to
-// the block behind it: from the last one, or, if the launch spreads them, each tile from the blocks beside its keys. So
+// the block behind it: from the last one, or, where whoever comes first stores dQ, from the blocks beside its keys. So
 // tiles of a head that start together do not all wait for the first of them at one query tile: each is the first in its
 // own, stores there, and then comes to what another has stored: without a mask the tile before it, with a causal one
 // the last tile of the head. Tiles that start together stay close, so that the L2 cache has what they read and add to:
@@ -84,7 +83,7 @@ __device__ __forceinline__ BackwardWork find_work(const BackwardArguments& argum
     const int blocks = work.blocks.end - work.blocks.begin;
     work.steps = blocks * (arguments.params.attention.heads_q / arguments.params.attention.heads_k);
     work.first_block = work.blocks.end - 1;
-    if (arguments.spreads && blocks > 1) {
+    if (arguments.scratch.states != nullptr && blocks > 1) {
         constexpr int kBlocks = kBlockN > kBlockM ? kBlockN / kBlockM : 1;  // of queries, beside a key tile
         const int last_beside = work.begin / kBlockN * kBlocks + kBlocks - 1;
         work.first_block = work.blocks.begin + max(last_beside - work.blocks.begin, 0) % blocks;

@@ -43,6 +43,9 @@ __device__ inline void tensor_load(uint32_t to, const CUtensorMap* map, int x, i
 __device__ inline void proxy_fence() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
+__device__ inline void global_proxy_fence() {
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+}
 __device__ inline void bulk_commit() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }

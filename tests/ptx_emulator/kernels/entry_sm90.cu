@@ -19,6 +19,7 @@ const Entry kEntries[] = {
     ENTRY(box_and_back),
     ENTRY(copies_on_barrier),
     ENTRY(pair_exchange),
+    ENTRY(store_then_add),
     ENTRY(write_to_ended),
     ENTRY(move_registers),
     ENTRY(primary_grid),

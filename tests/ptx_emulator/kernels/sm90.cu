@@ -456,6 +456,34 @@ __global__ void __cluster_dims__(2, 1, 1) bulk_exchange(float* out, int skip) {
     cluster_wait();
 }
 
+// CTA 0 stores 512 bytes by a bulk copy and says so through a flag; CTA 1 then adds to them by a bulk reduction. skip
+// 1: the wait for the store, 2: the proxy fence behind the acquire, 3: it is one of shared memory.
+__global__ void store_then_add(float* out, int* flag, int skip) {
+    __shared__ __align__(128) float values[128];
+    values[threadIdx.x] = threadIdx.x + 1000.f * blockIdx.x;
+    proxy_fence();
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    if (blockIdx.x == 0) {
+        asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], 512;" ::"l"(out),
+                     "r"(shared_address(values))
+                     : "memory");
+        bulk_commit();
+        if (skip != 1) bulk_wait();
+        asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(flag) : "memory");
+    } else {
+        int seen = 0;
+        while (seen == 0) asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(flag) : "memory");
+        if (skip < 2) global_proxy_fence();
+        if (skip == 3) proxy_fence();
+        asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], 512;" ::"l"(out),
+                     "r"(shared_address(values))
+                     : "memory");
+        bulk_commit();
+    }
+    bulk_wait();
+}
+
 // CTA 1 ends while CTA 0 still writes into its shared memory.
 __global__ void __cluster_dims__(2, 1, 1) write_to_ended(int times) {
     __shared__ int value;

@@ -255,6 +255,13 @@ void Checker::proxy_fence(Warp& warp) {
     advance(warp);
 }
 
+void Checker::global_proxy_fence(Warp& warp) {
+    if (!enabled_) return;
+    learn(warp, warp.executing(), [](Knowledge& knowledge) {
+        for (const auto& [cluster, clock] : knowledge.foreign) knowledge.foreign_published[cluster].join(clock);
+    });
+}
+
 void Checker::fence(Warp& warp) {
     if (!enabled_) return;
     acquire(warp, warp.clock.pending_acquire);
@@ -345,9 +352,20 @@ bool Checker::ordered(const Actor& actor, const AccessRecord& earlier, const cha
 bool Checker::ordered(const Actor& actor, const Knowledge& knowledge, const AccessRecord& earlier,
                       const char** missing) const {
     if (earlier.cluster != actor.record.cluster) {
-        *missing = "nothing orders them: a release and an acquire through global memory are missing";
-        const auto it = knowledge.foreign.find(earlier.cluster);
-        return it != knowledge.foreign.end() && it->second.get(earlier.component) >= earlier.epoch;
+        const auto knows = [&](const std::map<uint32_t, VectorClock>& clocks) {
+            const auto it = clocks.find(earlier.cluster);
+            return it != clocks.end() && it->second.get(earlier.component) >= earlier.epoch;
+        };
+        if (!knows(knowledge.foreign)) {
+            *missing = "nothing orders them: a release and an acquire through global memory are missing";
+            return false;
+        }
+        // PTX ISA 8.9.5 (proxy-preserved base causality order): even one proxy orders accesses of one CTA only.
+        if (actor.through_async_proxy && writes(earlier.kind()) && !knows(knowledge.foreign_published)) {
+            *missing = "no fence.proxy.async of global memory stands between the acquire and the asynchronous access";
+            return false;
+        }
+        return true;
     }
     const WarpClock& clock = actor.warp->clock;
     const bool own = earlier.component == clock.component || earlier.component == clock.singles;

@@ -149,7 +149,8 @@ class Checker {
     SyncClock copies_done(Warp& warp, uint32_t epoch) const;  // the warp's past and its cp.async copies up to epoch
     void warp_sync(Warp& warp);                       // bar.warp.sync: orders the lanes of the warp among each other
     void copies_waited(Warp& warp, uint32_t groups);  // cp.async.wait_group: each lane knows of its own copies
-    void proxy_fence(Warp& warp);                     // fence.proxy.async
+    void proxy_fence(Warp& warp);                     // fence.proxy.async, of shared memory
+    void global_proxy_fence(Warp& warp);              // likewise, of global memory
     void fence(Warp& warp);                           // fence.sc / acq_rel, membar
     // An atomic or a load/store with an order, on a global or shared location.
     void ordered_access(Warp& warp, uint64_t location, MemoryOrder order, bool reads, bool writes);

@@ -137,13 +137,23 @@ void decode_getctarank(DecodeContext& c) {
 
 // ---- fences
 
-Step proxy_fence(Warp& warp, const Instruction&, LaneMask) {
+Step global_proxy_fence(Warp& warp, const Instruction&, LaneMask) {
+    warp.machine.checker.global_proxy_fence(warp);
+    return Step::kNext;
+}
+
+Step shared_proxy_fence(Warp& warp, const Instruction&, LaneMask) {
     warp.machine.checker.proxy_fence(warp);
     for (const auto& cta : warp.cta.cluster.ctas) {
         cta->shared.publish();
         cta->memory_barriers.publish(warp);
     }
     return Step::kNext;
+}
+
+Step proxy_fence(Warp& warp, const Instruction& instruction, LaneMask lanes) {
+    global_proxy_fence(warp, instruction, lanes);
+    return shared_proxy_fence(warp, instruction, lanes);
 }
 
 Step nothing(Warp&, const Instruction&, LaneMask) {
@@ -156,8 +166,9 @@ void decode_proxy_fence(DecodeContext& c) {
             "gpu sys");
     const bool async = c.has("async");
     if (async) c.set_role(kRoleSynchronization);
+    const bool shared = c.has("shared::cta") || c.has("shared::cluster");
     // Aliases and tensor maps in global memory: the emulator has one view of global memory.
-    c.out.handler = async && !c.has("global") ? proxy_fence : nothing;
+    c.out.handler = !async ? nothing : c.has("global") ? global_proxy_fence : shared ? shared_proxy_fence : proxy_fence;
 }
 
 // Makes initialisations of mbarriers visible: to the async proxy, and through a later relaxed arrival. The checker

@@ -17,6 +17,9 @@ void Knowledge::join(const Knowledge& other, bool same_cluster, uint32_t other_c
             foreign[cluster].join(clock);
         }
     }
+    for (const auto& [cluster, clock] : other.foreign_published) {
+        if (cluster != own_cluster) foreign_published[cluster].join(clock);
+    }
 }
 
 }  // namespace ptx_emulator

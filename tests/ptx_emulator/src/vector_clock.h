@@ -49,7 +49,8 @@ struct Knowledge {
     VectorClock tensor;     // accesses of tensor memory that its own later ones come after
     VectorClock tensor_released;  // those that others' may come after: behind a tcgen05.fence::before_thread_sync
     VectorClock operands;         // `generic` at the latest tcgen05.fence::after_thread_sync: what products come after
-    std::map<uint32_t, VectorClock> foreign;  // cluster index -> clock; through global memory only
+    std::map<uint32_t, VectorClock> foreign;            // cluster index -> clock; through global memory only
+    std::map<uint32_t, VectorClock> foreign_published;  // its part behind a fence.proxy.async of global memory
 
     void join(const Knowledge& other, bool same_cluster, uint32_t other_cluster, uint32_t own_cluster);
 };

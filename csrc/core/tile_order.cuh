@@ -29,11 +29,15 @@ struct TileIndex {
 };
 
 // Sections of about `section` heads, each with its tiles in order.
-inline TileOrder ascending_order(int64_t heads, int64_t tiles, int64_t section) {
+inline TileOrder ascending_order(int64_t heads, int64_t tiles, int64_t section, int64_t least_last = 0) {
     // The rest of the division goes to the last section: it decides how evenly the launch ends, so it must not be
     // small.
-    const int64_t sections = heads > section ? heads / section : 1;
-    section = heads / sections > 0 ? heads / sections : 1;
+    int64_t sections = heads > section ? heads / section : 1;
+    if (least_last > section) {
+        sections = heads > least_last ? (heads - least_last) / section + 1 : 1;
+    } else {
+        section = heads / sections > 0 ? heads / sections : 1;
+    }
     TileOrder order;
     order.heads = heads;
     order.tiles = static_cast<int32_t>(tiles);

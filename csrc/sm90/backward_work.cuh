@@ -3,6 +3,8 @@
 
 #include <stdint.h>
 
+#include <algorithm>
+
 #include "common/backward_work.cuh"
 #include "params.h"
 #include "sm90/forward_shape.cuh"
@@ -54,11 +56,16 @@ inline void order_key_tiles(BackwardArguments& arguments, int64_t heads, int64_t
     // Sections of heads that share the L2 cache, but for plain calls, whose tiles of a head all walk the same blocks:
     // with a causal mask for evenly long rows, in deterministic calls so that few tiles of a head run at once, which
     // wait for one another. Tiles in order: seen from the keys a causal mask leaves the first tile the most to do.
-    constexpr int64_t kSectionBytes = int64_t{20} << 20;
-    const bool deterministic = arguments.scratch.turns != nullptr;
-    const int64_t least = deterministic ? 8 : 4, fitting = query_bytes > 0 ? kSectionBytes / query_bytes : heads;
+    constexpr int64_t kSectionBytes = int64_t{20} << 20, kTilesAtOnce = 128;  // about one for each SM
+    constexpr int64_t kDeterministicHeads = 8, kPackedHeads = 4, kLastHeads = 4;
+    const bool deterministic = arguments.scratch.turns != nullptr, packed = attention.cu_seqlens_k != nullptr;
+    const int64_t least = deterministic ? kDeterministicHeads
+                          : packed      ? kPackedHeads
+                                        : (kTilesAtOnce + tiles - 1) / std::max<int64_t>(tiles, 1);
+    const int64_t fitting = query_bytes > 0 ? kSectionBytes / query_bytes : heads;
     const bool in_sections = arguments.bounds.right == 0 || deterministic;
-    arguments.order = ascending_order(heads, tiles, !in_sections ? 1 : fitting < least ? least : fitting);
+    arguments.order = in_sections ? ascending_order(heads, tiles, std::max(fitting, least), kLastHeads)
+                                  : ascending_order(heads, tiles, 1);
 }
 
 // A CTA walks query blocks of its key tile's query heads, head by head, each head from `first_block` down and round to

@@ -18,6 +18,7 @@ from helpers.cases import Case, make_inputs
 from helpers.check import check, run
 from helpers.paths import Path
 from helpers.tables import for_cases
+from ptx_emulator.settings import environment
 
 # (query lengths, key lengths) of packed sequences.
 UNEVEN = [
@@ -68,6 +69,50 @@ def test_last_tile_half_full(path: Path, rng: torch.Generator, case: Case, direc
 def test_many_queries(path: Path, rng: torch.Generator, case: Case, direction: str) -> None:
     """The sm90 backward up to head dim 128 clears dq beyond 2048 queries; up to there whoever comes first stores."""
     check(path, rng, case, direction)
+
+
+def banded_attention(inputs: list[torch.Tensor], window_left: int, rows: int = 512) -> list[torch.Tensor]:
+    """out, lse, dq, dk, dv of one head in fp64 from q, k, v, dout (rows, head dim), of a causal window, by blocks."""
+    q, k, v, dout = (each.double().detach() for each in inputs)
+    for each in (q, k, v):
+        each.requires_grad_()
+    outs, lses = [], []
+    for first in range(0, len(q), rows):
+        key = max(0, first - window_left)
+        scores = q[first : first + rows] @ k[key : first + rows].T * q.shape[1] ** -0.5
+        distance = torch.arange(first, first + len(scores))[:, None] - torch.arange(key, key + scores.shape[1])
+        scores = scores.masked_fill((distance < 0) | (distance > window_left), float("-inf"))
+        lses.append(scores.logsumexp(1))
+        outs.append(scores.softmax(1) @ v[key : first + rows])
+    out = torch.cat(outs)
+    return [out.detach(), torch.cat(lses).detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+
+
+@pytest.mark.needs("backward", "causal", "window", head_dims=(256, 256))
+def test_causal_sections(path: Path, rng: torch.Generator) -> None:
+    """8192 rows of head dim 256: a grid takes so many key tiles of one head, a section, before those of the next."""
+    rows, heads, head_dim, window_left = path.fit(gpu=8192, cpu=1024, emulated=8192), 7, 256, 40
+    shape = (1, rows, heads, head_dim)
+    q, k, v, dout = (torch.randn(shape, generator=rng).to(torch.bfloat16) for _ in range(4))
+    expected = [
+        torch.stack(each, -2)[None]
+        for each in zip(
+            *(
+                [head if head.dim() > 1 else head[:, None] for head in banded_attention(of_head, window_left)]
+                for of_head in ([each[0, :, head] for each in (q, k, v, dout)] for head in range(heads))
+            ),
+            strict=True,
+        )
+    ]
+    out, lse = expected[0].to(torch.bfloat16), expected[1][..., 0].transpose(1, 2).float().contiguous()
+    q, k, v, dout, out, lse = (each.to(path.device) for each in (q, k, v, dout, out, lse))
+    # Some 900 CTAs: in the emulator once, without the checker.
+    with environment(FLASH_EXT_EMULATOR_SCHEDULE="eager", FLASH_EXT_EMULATOR_CHECK="0"):
+        gradients = torch.ops.flash_ext.bwd(dout, None, q, k, v, out, lse, window_left=window_left, window_right=0)
+    for name, actual, exact in zip(("dq", "dk", "dv"), gradients, expected[2:], strict=False):
+        difference = (actual.cpu().double() - exact).square().sum((0, 1, 3))
+        error = (difference / exact.square().sum((0, 1, 3))).sqrt()
+        assert (error < 2**-8).all(), f"{name}: {error.tolist()}, head by head"
 
 
 @for_cases(

@@ -303,7 +303,7 @@ def backward_counts(kernel: Kernel, **scalar: float) -> dict[str, Any]:
     else:
         roles = {"walker": step(0, 0, **scalar), "queries": step(0, 0), "products": step(3, 2)}
     # All of it in P: the first phase, or the second of the five of sm90.
-    phases = [dict.fromkeys(("issue", "mufu"), float(i == 1)) for i in range(5)]
+    phases = [dict.fromkeys(("issue", "mufu"), float(i == 1)) for i in range(4)]
     return {
         "roles": {**roles, "producer": step(0, 0)},
         "phases": phases if kernel.path == "sm90" else [phases[1], phases[0]],
@@ -369,10 +369,10 @@ def test_phases() -> None:
     for number, (text, times) in enumerate((*((text, 7) for text in texts), ("add.f32 %f1, %f2, %f3;", 1))):
         launch.instructions.append(CountedInstruction(number, number, "", text, {4: times}, {4: 32 * times}, {}))
     phases = counting.phases_of(hopper(direction="backward"), launch)
-    assert len(phases) == 5
+    assert len(phases) == 4
     # 3 of 6 instructions, the commits among them, before S and dP are issued, 3 up to P.
-    assert [phase["issue"] for phase in phases] == pytest.approx([0.5, 0.5, 0, 0, 0])
-    assert [phase["mufu"] for phase in phases] == [0, 1, 0, 0, 0]
+    assert [phase["issue"] for phase in phases] == pytest.approx([0.5, 0.5, 0, 0])
+    assert [phase["mufu"] for phase in phases] == [0, 1, 0, 0]
     assert counting.phases_of(hopper(), launch) == []
 
 

@@ -305,7 +305,8 @@ def test_bulk_reduction_behind_a_bulk_store(kernels: UnitKernels, schedule: str)
 
 
 @pytest.mark.parametrize(
-    ("skip", "report"), [(1, "hazard: race"), (2, "no fence.proxy.async of global"), (3, "no fence.proxy.async of global")]
+    ("skip", "report"),
+    [(1, "hazard: race"), (2, "no fence.proxy.async of global"), (3, "no fence.proxy.async of global")],
 )
 def test_bulk_reduction_behind_a_bulk_store_needs_each_step(
     kernels: UnitKernels, schedule: str, skip: int, report: str

@@ -173,8 +173,8 @@ def demand_of_launch(launch: LaunchCounts, warps: range, has_three_input_max: bo
 
 # Where a phase of a step ends: behind so many of these instructions. See the schedules of these kernels.
 _PHASES = {
-    # S and dP are issued; P is there; dS is stored and dV issued; dQ and dK are issued.
-    ("sm90", "backward"): (re.compile(r"wgmma\.(commit|wait)_group"), (2, 4, 5, 7)),
+    # S and dP are issued; P is there; dS is stored, and dV, dQ and dK are issued.
+    ("sm90", "backward"): (re.compile(r"wgmma\.(commit|wait)_group"), (2, 4, 6)),
     # P is there, and dP waited for.
     ("sm100", "backward"): (re.compile(r"mbarrier\.try_wait"), (3,)),
 }

@@ -242,7 +242,7 @@ def sm90_backward(simulation: Simulation, problem: Problem, machine: Machine) ->
     backward.load(
         (
             _Ring("q", scaled(copies, problem.share_qk), problem.stages, "q free", count),
-            _Ring("dout", scaled(copies, 1 - problem.share_qk), problem.stages, "dout free", count),
+            _Ring("dout", scaled(copies, 1 - problem.share_qk), problem.stages, "q free", count),
         )
     )
     # S and dP, and dQ; dV and dK.
@@ -254,7 +254,7 @@ def sm90_backward(simulation: Simulation, problem: Problem, machine: Machine) ->
             yield backward.started(place)
             for kind in tile:
                 ss, rs = walker.of(kind, "ss"), walker.of(kind, "rs")
-                begin, p, ds, middle, dq_out = walker.scalar_phases(kind)
+                begin, p, ds, dq_out = walker.scalar_phases(kind)
                 yield simulation.event("q full", number)
                 yield from work(machine, begin, walker.warps)
                 s = simulation.submit("tensor", scaled(ss, d / (2 * d + d_v)), latency)
@@ -268,18 +268,16 @@ def sm90_backward(simulation: Simulation, problem: Problem, machine: Machine) ->
                 meet = simulation.event("ds stored", number, arrivals=count)
                 simulation.arrive(meet)
                 yield meet
-                yield from work(machine, middle, walker.warps)
                 dq = simulation.submit("tensor", scaled(ss, d / (2 * d + d_v)), latency)
                 dk = simulation.submit("tensor", scaled(rs, d / (d + d_v)), latency)
                 yield dv
-                simulation.arrive(simulation.event("dout free", number, arrivals=count))
                 yield dq
                 if number:
                     yield simulation.event("dq read", index, number - 1)
                 yield from work(machine, dq_out, walker.warps)
                 simulation.copy(scaled(outgoing, 1 / count), latency, simulation.event("dq read", index, number))
                 yield dk
-                simulation.arrive(simulation.event("q free", number, arrivals=count))
+                simulation.arrive(simulation.event("q free", number, arrivals=count))  # and dO
                 number += 1
             yield from work(machine, walker.of("tile", "scalar"), walker.warps)
             backward.end(place)

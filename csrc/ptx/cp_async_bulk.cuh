@@ -41,7 +41,7 @@ __device__ __forceinline__ void cp_async_bulk_wait_group() {
 }
 
 // PTX ISA 9.7.13.4 (fence.proxy.async.global). What this thread knows of global memory, be it of another CTA's bulk
-// copies, comes before its own later ones: PTX ISA 8.9.5 orders accesses of one proxy without a fence within a CTA only.
+// copies, comes before its own later ones: PTX ISA 8.9.5 orders accesses of one proxy within a CTA only, unfenced.
 __device__ __forceinline__ void fence_proxy_async_global() {
     asm volatile("fence.proxy.async.global;" ::: "memory");
 }

@@ -302,7 +302,7 @@ def backward_counts(kernel: Kernel, **scalar: float) -> dict[str, Any]:
         roles = {"walker": step(3, 2, **scalar)}
     else:
         roles = {"walker": step(0, 0, **scalar), "queries": step(0, 0), "products": step(3, 2)}
-    # All of it in P: the first phase, or the second of the five of sm90.
+    # All of it in P: the first phase, or the second of the four of sm90.
     phases = [dict.fromkeys(("issue", "mufu"), float(i == 1)) for i in range(4)]
     return {
         "roles": {**roles, "producer": step(0, 0)},

@@ -74,9 +74,10 @@ def test_each_tile_once(walk: Walk, heads: int, tiles: int, section: int, last: 
     heads and of `section`, if there are as many."""
     order = walk(heads, tiles, section, last, is_large)
     assert sorted(map(tuple, order.tolist())) == [(head, tile) for head in range(heads) for tile in range(tiles)]
-    starts = [i for i in range(len(order)) if order[i, 1] == 0 and (i == 0 or order[i - 1, 1] != 0 or tiles == 1)]
-    if tiles == 1:
-        return  # one section or many: heads ascend
+    if tiles == 1:  # where sections begin cannot be seen
+        assert (np.diff(order[:, 0]) == 1).all()
+        return
+    starts = [i for i in range(len(order)) if order[i, 1] == 0 and (i == 0 or order[i - 1, 1] != 0)]
     for start, end in zip(starts, [*starts[1:], len(order)], strict=True):
         inside = order[start:end]
         heads_inside = len(inside) // tiles

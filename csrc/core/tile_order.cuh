@@ -1,9 +1,9 @@
 // The order in which a one-dimensional grid walks (batch, head, tile).
 //
 // Heads are taken in sections. Within a section the tile is the slow index and the head the fast one, so that with
-// heaviest_first the long tiles of every head start before the short ones; a section's keys and values fit the L2 cache
-// (unless 8 heads are too many), so that tiles of a head that run at once read them there. A section of one head walks
-// its tiles in order. The query heads of one key head are neighbours.
+// heaviest_first the long tiles of every head start before the short ones; what a section's tiles read in common fits
+// the L2 cache (unless the least number of heads is too many), so that tiles of a head that run at once find it there.
+// A section of one head walks its tiles in order. The query heads of one key head are neighbours.
 #pragma once
 
 #include <stdint.h>
@@ -28,7 +28,8 @@ struct TileIndex {
     int32_t tile;
 };
 
-// Sections of about `section` heads, each with its tiles in order.
+// Sections of about `section` heads, each with its tiles in order. least_last: if more, of exactly `section` heads, and
+// a last one of at least least_last and less than least_last + section.
 inline TileOrder ascending_order(int64_t heads, int64_t tiles, int64_t section, int64_t least_last = 0) {
     // The rest of the division goes to the last section: it decides how evenly the launch ends, so it must not be
     // small.

@@ -1,4 +1,5 @@
-// The loader of the sm90 backward: K, V, then Q, dO and the terms of their rows; and who stores dQ or adds to it, when.
+// The loader of the sm90 backward: K, the first Q, V, the first dO, then Q and dO in turn, with the terms of their
+// rows; and who stores dQ or adds to it, when.
 #pragma once
 
 #include <stdint.h>
@@ -138,7 +139,7 @@ struct BackwardProducer : Shape {
             if constexpr (kHandsDoutBack) {
                 Barrier::wait(&control.dout_empty[dout_stage], number / kDoutStages & 1 ^ 1);
             }
-            __syncwarp();  // likewise; V's tail is zero
+            __syncwarp();  // no lane still waits, here or for what has landed; V's tail is zero
             load_clean<kDout>(arguments.dout, &control.dout_full[dout_stage], control, landed_phase,
                               smem + kDoutOffset + dout_stage * kDoutBytes, row, walk.head, work.batch, rows,
                               arguments.query_tail_is_garbage);

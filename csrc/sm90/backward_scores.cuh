@@ -87,8 +87,9 @@ struct BackwardScores : Shape {
         if (lane == 0) Barrier::arrive(barrier);
     }
 
-    // The same right behind a wait for products that are all, or the last, that reads what the barrier hands back: a
-    // warp comes to wgmma.wait_group together (PTX ISA 9.7.15.7.3: .sync).
+    // The same right behind a wait for the products that read what the barrier hands back: a warp comes to
+    // wgmma.wait_group together (PTX ISA 9.7.15.7.3: .sync). What lanes read of it themselves, lse and delta beside Q,
+    // they must have read before a barrier that comes before these products: kDsStored, or release(ds_full).
     __device__ __forceinline__ static void release_read(uint64_t* barrier, int lane) {
         if (lane == 0) Barrier::arrive(barrier);
     }
@@ -136,6 +137,7 @@ struct BackwardScores : Shape {
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
                 float& s = s_frag[4 * i + c];
+                // At most 0 but for rounding, as lse is that of these scores: what the polynomial needs.
                 const float power = fmaf(s, thread.arguments.scale_log2, c % 2 ? -terms.y : -terms.x);
                 s = is_polynomial(i, kPolynomials) ? exp2_polynomial(power) : ptx::ex2_approx_ftz(power);
             }

@@ -55,8 +55,10 @@ inline void order_key_tiles(BackwardArguments& arguments, int64_t heads, int64_t
                                 (2 * attention.head_dim_v + 6 * attention.head_dim);
     // Sections of heads that share the L2 cache, but for plain calls, whose tiles of a head all walk the same blocks:
     // with a causal mask for evenly long rows, in deterministic calls so that few tiles of a head run at once, which
-    // wait for one another. Tiles in order: seen from the keys a causal mask leaves the first tile the most to do.
-    constexpr int64_t kSectionBytes = int64_t{20} << 20, kTilesAtOnce = 128;  // about one for each SM
+    // wait for one another. At least as many tiles as there are SMs, which begin the next section early else; a head's
+    // tiles of packed calls are those of many sequences. Tiles in order: seen from the keys a causal mask leaves
+    // the first tile the most to do.
+    constexpr int64_t kSectionBytes = int64_t{20} << 20, kTilesAtOnce = 128;  // an H200 has 132 SMs
     constexpr int64_t kDeterministicHeads = 8, kPackedHeads = 4, kLastHeads = 4;
     const bool deterministic = arguments.scratch.turns != nullptr, packed = attention.cu_seqlens_k != nullptr;
     const int64_t least = deterministic ? kDeterministicHeads

@@ -464,7 +464,7 @@ def main() -> int:
     for name in arguments.kernel or kernels:
         if name not in kernels:
             parser.error(f"--kernel is {name!r}; {folder} has {', '.join(kernels)}")
-    # Once, with a kernel that is launched as the first of them is: programmatically or not.
+    # The helpers once: with the library's first backward, which decides whether they are launched programmatically.
     with_helpers = next((name for name, kernel in kernels.items() if kernel["direction"] == "backward"), "")
     for kernel in [kernels[name] for name in arguments.kernel or kernels]:
         reports = mutate(library, kernel, kernel["name"] == with_helpers, done, partial(print, flush=True))
